@@ -123,15 +123,34 @@ std::vector<Transfer> transfers(nb::handle from) {
   return out;
 }
 
-void add(Nic& nic, int peer, int fd, const nb::bytes& bytes, std::shared_ptr<Rings> rings) {
-  if (rings != nullptr) return nic.add(peer, std::make_unique<RingStream>(fd, std::move(rings)));
+std::optional<Keys> keys_of(const nb::bytes& bytes) {
   std::optional<Keys> keys;
   if (bytes.size() == sizeof(Keys)) {
     std::memcpy(&keys.emplace(), bytes.c_str(), sizeof(Keys));
   } else if (bytes.size() > 0) {
     throw std::invalid_argument("a key has 16 bytes");
   }
-  nic.add(peer, std::make_unique<Stream>(fd), keys);
+  return keys;
+}
+
+void add(Nic& nic, int peer, int fd, const nb::bytes& bytes, std::shared_ptr<Rings> rings,
+         bool resumes) {
+  if (rings != nullptr) return nic.add(peer, std::make_unique<RingStream>(fd, std::move(rings)));
+  nic.add(peer, std::make_unique<Stream>(fd), keys_of(bytes), resumes);
+}
+
+bool resume(Nic& nic, int peer, int fd, const nb::bytes& bytes) {
+  auto stream = std::make_unique<Stream>(fd);
+  const auto keys = keys_of(bytes);
+  const Unlocked unlocked;
+  return nic.resume(peer, std::move(stream), keys);
+}
+
+nb::object health(Nic& nic, int peer) {
+  const auto found = nic.health(peer);
+  if (!found) return nb::none();
+  const auto& [outstanding, acknowledged, silent] = found->progress;
+  return nb::make_tuple(found->lost, outstanding, acknowledged, 1e-3 * silent);
 }
 
 void bind_nic(nb::module_& module) {
@@ -155,9 +174,19 @@ void bind_nic(nb::module_& module) {
         return made;
       }))
       .def("add", &add, "peer"_a, "fd"_a, "keys"_a = nb::bytes("", 0), "rings"_a.none() = nb::none(),
+           "resumes"_a = false,
            "Takes over the descriptor of a connected socket to a peer, and the memory shared with "
            "it. Encrypts with `keys`, 16 bytes for sending and 16 for receiving, if there are any; "
-           "not in shared memory.")
+           "not in shared memory. `resumes`: the connection outlives the socket; both ends have to "
+           "agree.")
+      .def("resume", &resume, "peer"_a, "fd"_a, "keys"_a = nb::bytes("", 0),
+           "Continues a connection over another socket. False if it has failed or ends; the socket "
+           "is closed then.")
+      .def("give_up", &Nic::give_up, nb::call_guard<Unlocked>(),
+           "Fails a connection that has lost its socket.")
+      .def("health", &health,
+           "Whether the socket is lost, whether sent data is not acknowledged, acknowledged bytes, "
+           "seconds since the last acknowledgement; None if there is nothing to resume.")
       .def("connected", &Nic::connected, "Whether there is a connection that has not failed.")
       .def("fail", &Nic::fail, nb::call_guard<Unlocked>())
       .def("close", &Nic::close, nb::call_guard<Unlocked>())

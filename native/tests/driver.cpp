@@ -23,6 +23,7 @@
 #include "merges.h"
 #include "naive.h"
 #include "nets.h"
+#include "resumes.h"
 #include "rings.h"
 #include "sketch.h"
 #include "topk.h"
@@ -398,6 +399,7 @@ int main() {
     ciphers::check();
     rings::check();
     nets::check();
+    resumes::check();
     current = "carriers";
     carriers::check();
   } catch (const std::exception& error) {

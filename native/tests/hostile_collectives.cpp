@@ -348,12 +348,12 @@ class Round {
       frame(header);
       return malformed(why);
     };
-    switch (random_() % (sealer_ ? 26 : 22)) {
+    switch (random_() % (sealer_ ? 28 : 24)) {
       case 0: return damaged(header, 0, 4, "a frame has a wrong magic number");
       case 1:
         return damaged(header, 4, frame_header_bytes - 4, "a frame header has a wrong checksum");
       case 2:
-        header.kind = static_cast<Kind>(one_in(random_, 4) ? 0 : 4 + random_() % 252);
+        header.kind = static_cast<Kind>(one_in(random_, 4) ? 0 : 5 + random_() % 251);
         return failed("a frame has an unknown kind");
       case 3:
         header.length = most_frame_bytes + 1 + static_cast<std::uint32_t>(random_() % 0xfff00000U);
@@ -414,20 +414,28 @@ class Round {
         stream_.insert(stream_.end(), junk.begin(), junk.end());
         return sealer_ ? malformed(wrong_tag) : malformed("a frame has a wrong magic number");
       }
-      case 22: {
+      case 22:
+        header.received = above(sent_to_played + unread_bytes, random_);
+        return failed("it has received more frames than were sent");
+      case 23:
+        header = {.kind = Kind::resume, .tag = word(random_) % 2};
+        if (one_in(random_, 2)) return failed("a resume is not expected");
+        header.length = header.total = 1 + word(random_) % 100;
+        return failed("a resume has a payload");
+      case 24: {
         const std::size_t at = stream_.size();
         frame(header);
         flip(at + random_() % (frame_header_bytes + tag_bytes));
         return malformed(wrong_tag);
       }
-      case 23: {
+      case 25: {
         const std::size_t at = stream_.size();
         frame({.kind = Kind::credit, .channel = fatal_channel});
         const Bytes again(stream_.begin() + static_cast<std::ptrdiff_t>(at), stream_.end());
         stream_.insert(stream_.end(), again.begin(), again.end());
         return malformed(wrong_tag);
       }
-      case 24: {
+      case 26: {
         const std::size_t at = stream_.size();
         frame({.kind = Kind::credit, .channel = fatal_channel});
         stream_.resize(at);  // left out

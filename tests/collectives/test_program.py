@@ -16,12 +16,15 @@ from wingbeat.collectives.program import (
     RECEIVES_AHEAD,
     SPANNING_CHUNKS,
     Program,
+    Transfer,
     chunk_elements,
     compile_collective,
     compile_rounds,
+    last_overlap,
     least_message,
 )
-from wingbeat.types import Send, Span, blocks_of
+from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring
+from wingbeat.types import Layout, Recv, Send, Span, blocks_of
 
 BCUBES = [("bcube@2x2", 4), ("bcube@3x2", 9), ("bcube@2x3", 8)]
 place_st = st.sampled_from(BCUBES) | st.tuples(st.sampled_from(["ring", "mesh"]), st.integers(1, 9))
@@ -148,3 +151,104 @@ def test_chunks_that_overlap_have_no_tiles() -> None:
     assert program.tiles == ()
     assert compile_rounds([[Send(1, Span(4, 8), 0)]], 8).tiles == (Span(0, 4), Span(4, 8))
     assert compile_rounds([], 8).tiles == ()
+
+
+def overwritten_early(stages: list[list[Program]]) -> list[tuple[int, Span]]:
+    """Return rank and span of sends whose receivers may not have them when they are overwritten.
+
+    ``stages``: collectives on one buffer, each after the one before it; programs by rank.
+
+    Sets of chunks are bits of an integer. Chunks arrive in order on each link between two ranks,
+    and are written on arrival; a rank applies them in the order of its program.
+    """
+    ranks = range(len(stages[0]))
+    bits: dict[tuple[object, ...], int] = {}
+    before: dict[int, int] = {}  # what has arrived, anywhere, before a chunk arrives
+    in_order: dict[tuple[int, int, int], int] = {}
+    sends: list[tuple[int, Span, int, int]] = []  # rank, span, chunk, applied there before
+    writes: list[tuple[int, Span, int]] = []
+    applied = [[0] for _ in ranks]
+    for number, compiled in enumerate(stages):
+        former, applied = applied, [[each[-1]] for each in applied]
+
+        def send(rank: int, t: Transfer, known: int, number: int = number) -> None:
+            bit = bits[number, rank, t.peer, t.link, t.tag] = 1 << len(bits)
+            sends.append((rank, t.span, bit, known))
+            line = rank, t.peer, t.link
+            before[bit] = known | in_order.get(line, 0)
+            in_order[line] = before[bit] | bit
+
+        for rank, program in enumerate(compiled):
+            receives = stages[number - 1][rank].receives if number else ()
+            known = 0
+            for t in program.first:  # as `Task.hold`
+                known |= former[rank][last_overlap(receives, t.span) + 1]
+                send(rank, t, known)
+        moved = True
+        while moved:
+            moved = False
+            for rank, program in enumerate(compiled):
+                for index in range(len(applied[rank]) - 1, len(program.receives)):
+                    t = program.receives[index]
+                    bit = bits.get((number, t.peer, rank, t.link, t.tag), 0)
+                    if not bit:
+                        break
+                    moved = True
+                    writes.append((rank, t.span, bit))
+                    applied[rank].append(applied[rank][-1] | before[bit] | bit)
+                    for unlocked in program.unlocks[index]:
+                        send(rank, unlocked, applied[rank][-1])
+        assert all(len(a) - 1 == len(p.receives) for a, p in zip(applied, compiled, strict=True))
+    return [
+        (rank, span)
+        for rank, span, bit, known in sends
+        for at, written, by in writes
+        if at == rank and span.overlaps(written) and not (known & by or before[by] & bit)
+    ]
+
+
+layout_st = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(
+    lambda sizes: Layout([n for n, size in enumerate(sizes) for _ in range(size)])
+)
+topology_st = (
+    st.sampled_from([(topologies.get(name), size) for name, size in BCUBES])
+    | st.tuples(st.sampled_from([Ring(), Mesh(), Doubling()]), st.integers(1, 9))
+    | st.builds(Hierarchical, layout_st, st.booleans()).map(lambda t: (t, t.layout.workers))
+)
+
+
+@given(
+    place=topology_st,
+    whats=st.sampled_from(
+        [("all_reduce",), ("reduce_scatter", "all_gather"), ("all_gather",), ("broadcast",)]
+    ),
+    length=st.integers(1, 60),
+    chunk=st.integers(1, 20),
+)
+def test_a_chunk_is_overwritten_only_after_its_receiver_has_it(place, whats, length, chunk) -> None:
+    # Connections keep references to what may have to be sent again.
+    topology, size = place
+    blocks = blocks_of(length, size)
+
+    def compiled(what: str, rank: int) -> Program:
+        extra = (length % size,) if what == "broadcast" else ()
+        return compile_rounds(getattr(topology, what)(rank, *extra, blocks), chunk)
+
+    assert not overwritten_early([[compiled(what, n) for n in range(size)] for what in whats])
+
+
+def test_exchange_in_place_is_known_to_overwrite() -> None:
+    whole = Span(0, 8)
+    swap = [compile_rounds([(Send(1 - n, whole), Recv(1 - n, whole, True))], 4) for n in range(2)]
+    quarters = Span(0, 4), Span(4, 8)
+    assert overwritten_early([swap]) == [(n, each) for n in range(2) for each in quarters]
+
+
+@given(place=topology_st, length=st.integers(1, 60))
+def test_no_rank_sends_its_own_block_before_its_sum_is_complete(place, length) -> None:
+    # It is written in place: by an optimizer, or rounded when it is packed.
+    topology, size = place
+    blocks = blocks_of(length, size)
+    for rank in range(size):
+        for hop in itertools.chain(*topology.reduce_scatter(rank, blocks)):
+            assert not (isinstance(hop, Send) and hop.span.overlaps(blocks[rank]))

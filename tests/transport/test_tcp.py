@@ -29,7 +29,7 @@ from wingbeat.types import Group
 
 BOTH = pytest.mark.parametrize("shared_memory", [False, True], ids=["tcp", "shared memory"])
 
-HEADER = struct.Struct("<IBBHIIQQQQ")
+HEADER = struct.Struct("<IBBHIIQQQQQ")
 MAGIC = 0x74424E57
 KEY = b"k" * 16
 
@@ -46,12 +46,13 @@ def frame(
     total: int | None = None,
     consumed: int = 0,
     group: int = 0,
+    received: int = 0,
     check: int | None = None,
 ) -> bytes:
     """A frame as `native/src/net/frame.h` describes it."""
     size = len(payload) if length is None else length
     whole = size if total is None else total
-    head = HEADER.pack(magic, kind, 0, channel, tag, size, offset, whole, consumed, group)
+    head = HEADER.pack(magic, kind, 0, channel, tag, size, offset, whole, consumed, group, received)
     return head + struct.pack("<I", zlib.crc32(head) if check is None else check) + payload
 
 
@@ -229,6 +230,8 @@ def test_message_in_several_frames_arrives_before_and_after_its_receive_is_poste
         (frame(offset=1 << 63, length=1, total=1 << 30), "exceeds its message"),
         (frame(length=0, total=3), "empty"),
         (frame(payload=b"x", consumed=1), "acknowledges more than was sent"),
+        (frame(payload=b"x", received=1), "received more frames than were sent"),
+        (frame(kind=4), "a resume is not expected"),
         (frame(payload=b"x", offset=1, total=2), "does not continue"),
         (frame(payload=b"x", total=2) + frame(payload=b"x", total=2), "begins within another"),
         (frame(payload=b"x", total=2) + frame(8, b"x", offset=1, total=2), "does not continue"),
@@ -282,7 +285,7 @@ def test_random_bytes_fail_the_connection_and_nothing_else() -> None:
     generator = random.Random(3)
     for _ in range(50):
         made = Peer()
-        made.socket.send(generator.randbytes(generator.randrange(48, 4000)))
+        made.socket.send(generator.randbytes(generator.randrange(60, 4000)))
         assert "malformed" in made.failure()
         made.socket.close()
         made.link.close()
@@ -439,7 +442,7 @@ def test_flood_from_one_host_closes_no_handshake_of_another(job: Job) -> None:
         for _ in range(3 * tcp._MAX_STRANGERS):
             stranger = stack.enter_context(connect(("127.0.0.1", 0)))
         assert stranger.recv(8) == b"wingbeat", "all were accepted"
-        tcp._prove(member, tcp._IDENTITY.pack(1, 0, 0, bytes(8)), port._key)
+        tcp._prove(member, tcp._IDENTITY.pack(1, 0, 0, 0, bytes(8)), port._key)
 
 
 class Job:

@@ -8,7 +8,7 @@ namespace wingbeat::net {
 namespace {
 
 constexpr std::uint32_t magic = 0x74424e57;  // "WNBt"
-constexpr std::size_t check_at = 48;
+constexpr std::size_t check_at = 56;
 
 }  // namespace
 
@@ -23,6 +23,7 @@ void write_frame_header(const FrameHeader& header, std::uint8_t* out) {
   store(out + 24, header.total);
   store(out + 32, header.consumed);
   store(out + 40, header.group);
+  store(out + 48, header.received);
   store(out + check_at, messages::crc32(out, check_at));
 }
 
@@ -32,7 +33,7 @@ const char* read_frame_header(const std::uint8_t* data, FrameHeader& header) {
     return "a frame header has a wrong checksum";
   }
   const auto kind = load<std::uint8_t>(data + 4);
-  if (kind < static_cast<std::uint8_t>(Kind::data) || kind > static_cast<std::uint8_t>(Kind::end)) {
+  if (kind < static_cast<std::uint8_t>(Kind::data) || kind > static_cast<std::uint8_t>(Kind::resume)) {
     return "a frame has an unknown kind";
   }
   header.kind = static_cast<Kind>(kind);
@@ -43,12 +44,14 @@ const char* read_frame_header(const std::uint8_t* data, FrameHeader& header) {
   header.total = load<std::uint64_t>(data + 24);
   header.consumed = load<std::uint64_t>(data + 32);
   header.group = load<std::uint64_t>(data + 40);
+  header.received = load<std::uint64_t>(data + 48);
   if (header.length > most_frame_bytes) return "a frame is too long";
   if (header.total > most_message_bytes) return "a message is too long";
   if (header.offset > header.total || header.length > header.total - header.offset) {
     return "a frame exceeds its message";
   }
   if (header.kind == Kind::credit && header.total != 0) return "a credit has a payload";
+  if (header.kind == Kind::resume && header.total != 0) return "a resume has a payload";
   if (header.kind == Kind::end) {
     if (header.total != 0) return "an end has a payload";
     if (header.group == 0) return "the world has no end";

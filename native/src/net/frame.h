@@ -6,16 +6,17 @@
 
 namespace wingbeat::net {
 
-enum class Kind : std::uint8_t { data = 1, credit, end };
+enum class Kind : std::uint8_t { data = 1, credit, end, resume };
 
-inline constexpr std::size_t frame_header_bytes = 52;
+inline constexpr std::size_t frame_header_bytes = 60;
 inline constexpr std::uint32_t most_frame_bytes = 256U << 10;
 inline constexpr std::uint64_t most_message_bytes = std::uint64_t{1} << 40;
 
 // A frame carries `length` bytes of a message of `total` bytes, from `offset` on. `consumed` is the
 // number of bytes that the sender of this frame has received and consumed on the channel. Each group
 // has channels of its own; group 0 is the world. An end is the last frame of a group: `tag` 0 if it
-// was closed, 1 if it failed.
+// was closed, 1 if it failed. `received` is the number of data and ends that the sender of this frame
+// has received on the connection; a resume is the first frame over a further socket, and only tells it.
 struct FrameHeader {
   Kind kind = Kind::data;
   std::uint16_t channel = 0;
@@ -25,6 +26,7 @@ struct FrameHeader {
   std::uint64_t total = 0;
   std::uint64_t consumed = 0;
   std::uint64_t group = 0;
+  std::uint64_t received = 0;
 };
 
 // Writes frame_header_bytes bytes.

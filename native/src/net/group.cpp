@@ -28,6 +28,12 @@ void Group::cancel(const Owner* owner, Work& work) {
   }
 }
 
+void Group::release_sources(const Owner* owner, std::uint64_t task) {
+  for (const auto& each : connections_) {
+    if (each != nullptr && each->resumes()) each->release_sources(owner, task);
+  }
+}
+
 void Group::end(bool failed, Work& work) {
   if (nic_->forked()) return;
   for (const auto& each : connections_) {

@@ -20,6 +20,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void send(const OperationPtr& operation, Work& work);
   void receive(const OperationPtr& operation, Work& work);
   void cancel(const Owner* owner, Work& work);
+  // As Connection::release_sources.
+  void release_sources(const Owner* owner, std::uint64_t task);
   // Fails all operations, on all members. `failed`: what they have not received yet is dropped.
   void end(bool failed, Work& work);
   const std::shared_ptr<Nic>& nic() const { return nic_; }

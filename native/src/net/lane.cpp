@@ -328,6 +328,8 @@ OperationPtr Lane::operation(const Task& task, const Transfer& transfer) {
   made->channel = channel_;
   made->tag = task.base_tag + transfer.tag % chunks_per_tag_;
   made->owner = shared_from_this();
+  made->task = task.number;
+  made->stays = packing == nullptr;
   return made;
 }
 
@@ -394,6 +396,7 @@ void Lane::finish_sent() {
             std::move(operation->scratch), operation->bytes);
       }
     }
+    for (const auto& link : links_) link->release_sources(this, task.number);
     for (auto& [start, operation] : task.results_) {
       links_.front()->scratch().release(std::move(operation->scratch), operation->bytes);
     }

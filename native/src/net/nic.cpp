@@ -42,6 +42,10 @@ constexpr std::size_t most_pool_bytes = 256U << 20;
 constexpr std::size_t sealed_header_bytes = frame_header_bytes + tag_bytes;
 const char* const wrong_tag = "an authentication tag is wrong: bytes were changed on their way";
 
+bool is_resume(const std::uint8_t* header) {
+  return header[4] == static_cast<std::uint8_t>(Kind::resume);
+}
+
 std::string describe(int error) { return std::generic_category().message(error); }
 
 void mark_done(Operation& operation, Work& work) {
@@ -122,8 +126,9 @@ void Work::run() {
 }
 
 Connection::Connection(Nic& nic, std::unique_ptr<Stream> stream,
-                       const std::optional<Keys>& keys)
+                       const std::optional<Keys>& keys, bool resumes)
     : nic_(nic),
+      resumes_(resumes),
       stream_(std::move(stream)),
       staging_(std::make_unique_for_overwrite<std::uint8_t[]>(staging_bytes)) {
   if (!keys) return;
@@ -241,7 +246,7 @@ void Connection::flush(Work& work) {
   {
     const std::lock_guard lock(mutex_);
     // Another thread that writes, or the stream's readiness, continues with what was added.
-    if (failed_ || writing_ || blocked_ || !has_to_write()) return;
+    if (failed_ || lost_ || writing_ || blocked_ || !has_to_write()) return;
     small = queued_bytes_ <= most_inline_bytes;
   }
   if (small || nic_.in_thread()) {
@@ -260,13 +265,17 @@ void Connection::write(Work& work) {
   std::size_t written = 0;
   while (!failed_ && write_error_.empty()) {
     fill_frames();
-    if (frames_.empty()) break;
+    // What may have arrived is not sent before the other end has told what has.
+    std::size_t sendable = std::min(frames_.size(), most_write_frames);
+    if (greeting_) sendable = !frames_.empty() && is_resume(frames_.front().header) ? 1 : 0;
+    if (sendable == 0) break;
     write_again_ = false;
     lock.unlock();
     iovec parts[2 * most_write_frames];
     std::size_t count = 0;
     std::size_t bytes = 0;
-    for (OutgoingFrame& frame : frames_) {
+    for (std::size_t i = 0; i < sendable; ++i) {
+      OutgoingFrame& frame = frames_[i];
       if (sealer_ && frame.sealed == nullptr) seal(frame);
       if (frame.header_left > 0) {
         parts[count++] = {frame.header + frame_header_bytes - frame.header_left,
@@ -308,14 +317,25 @@ void Connection::write(Work& work) {
 
 // Divides messages into frames, one channel after the other.
 void Connection::fill_frames() {
+  if (greeting_) return;
+  if (replays_) replay();
   std::size_t bytes = 0;
   for (const OutgoingFrame& frame : frames_) bytes += frame.payload_left;
   while (frames_.size() < most_write_frames && bytes < most_write_bytes) {
     if (!ends_.empty()) {
       const GroupEnd end = ends_.front();
       ends_.pop_front();
-      const FrameHeader header{.kind = Kind::end, .tag = end.failed ? 1U : 0U, .group = end.group};
+      const FrameHeader header{.kind = Kind::end,
+                               .tag = end.failed ? 1U : 0U,
+                               .group = end.group,
+                               .received = received_frames_.announce()};
       write_frame_header(header, frames_.emplace_back().header);
+      frames_.back().number = sent_frames_.next();
+      continue;
+    }
+    if (acknowledges_) {
+      acknowledges_ = false;
+      if (received_frames_.due()) push_frame(channel(0, 0), {.kind = Kind::credit}, nullptr);
       continue;
     }
     if (!credits_.empty()) {
@@ -355,10 +375,12 @@ void Connection::push_frame(Channel& channel, const FrameHeader& header,
   FrameHeader full = header;
   std::tie(full.group, full.channel) = channel.key;
   full.consumed = channel.announced = channel.consumed;
+  full.received = received_frames_.announce();
   write_frame_header(full, frame.header);
   if (operation == nullptr) return;
-  frame.payload = operation->data + operation->moved;
-  frame.payload_left = header.length;
+  frame.number = sent_frames_.next();
+  frame.source = frame.payload = operation->data + operation->moved;
+  frame.length = frame.payload_left = header.length;
   frame.operation = operation;
   operation->moved += header.length;
   channel.sent += header.length;
@@ -391,12 +413,53 @@ void Connection::mark_sent(std::size_t bytes, Work& work) {
     frame.payload_left -= payload;
     bytes -= payload;
     if (frame.header_left > 0 || frame.payload_left > 0) return;
+    const OperationPtr ended = frame.last ? frame.operation : nullptr;
+    frame.last = false;
     if (frame.sealed != nullptr) {
       nic_.scratch().release(std::move(frame.sealed), frame.sealed_bytes);
     }
-    if (frame.last) mark_done(*frame.operation, work);
+    if (resumes_ && frame.number > 0 && !sent_frames_.received(frame.number)) {
+      if (frame.operation != nullptr && !frame.operation->stays) detach(frame);
+      sent_frames_.keep(std::move(frame));
+    } else {
+      recycle(frame);
+    }
+    if (ended != nullptr) mark_done(*ended, work);  // its owner may release its memory
     frames_.pop_front();
   }
+}
+
+void Connection::recycle(OutgoingFrame& frame) {
+  if (frame.copy != nullptr) nic_.scratch().release(std::move(frame.copy), frame.length);
+}
+
+// The payload can be sent, or sent again, without the operation's memory: the peer may receive its
+// message completely, so the bytes have to be the right ones.
+void Connection::detach(OutgoingFrame& frame) {
+  if (frame.operation == nullptr) return;
+  if (frame.length > 0 && (resumes_ || frame.sealed == nullptr)) {
+    frame.copy = nic_.scratch().acquire(frame.length);
+    std::memcpy(frame.copy.get(), frame.source, frame.length);
+    if (frame.sealed == nullptr) frame.payload = frame.copy.get() + (frame.payload - frame.source);
+    frame.source = frame.copy.get();
+  }
+  frame.operation.reset();
+  frame.last = false;
+}
+
+void Connection::release_sources(const Owner* owner, std::uint64_t task) {
+  std::unique_lock lock(mutex_);
+  const auto detach_all = [&](std::deque<OutgoingFrame>& frames) {
+    for (OutgoingFrame& frame : frames) {
+      const Operation* const of = frame.operation.get();
+      if (of != nullptr && of->owner.get() == owner && of->task == task) detach(frame);
+    }
+  };
+  if (streams_ > 0) {  // some may be on their way again
+    wait_idle(lock);
+    detach_all(frames_);
+  }
+  detach_all(sent_frames_.frames());
 }
 
 void Connection::close_gracefully() {
@@ -405,8 +468,103 @@ void Connection::close_gracefully() {
   if (!writing_) end_stream_if_drained();
 }
 
+// -- Another socket -----------------------------------------------------------------------------
+
+bool Connection::resume(std::unique_ptr<Stream> stream, const std::optional<Keys>& keys,
+                        Work& work) {
+  std::unique_lock lock(mutex_);
+  wait_idle(lock);
+  if (failed_ || closing_ || !resumes_) return false;
+  if (!lost_) {
+    nic_.unwatch(*this);
+    stream_->end(SHUT_RDWR);
+    stream_->close();
+  }
+  stream_ = std::move(stream);
+  ++streams_;
+  sealer_.reset();
+  opener_.reset();
+  if (keys) {
+    sealer_.emplace(keys->sending.data());
+    opener_.emplace(keys->receiving.data());
+  }
+  lost_ = blocked_ = replays_ = false;
+  ended_stream_ = false;
+  reason_.clear();
+  write_error_.clear();
+
+  // The frame in progress comes again, from its beginning.
+  if (received_frames_.in_progress() && target_ != nullptr) {
+    target_ -= frame_length_ - payload_left_;
+  }
+  received_frames_.cut();
+  payload_left_ = 0;
+  tag_follows_ = false;
+  staged_begin_ = staged_end_ = 0;
+  awaited_bytes_ = 1;
+
+  std::erase_if(frames_, [](const OutgoingFrame& frame) { return frame.number == 0; });
+  for (OutgoingFrame& frame : frames_) rewind(frame);
+  for (auto& [key, each] : channels_) {  // credits may have been lost
+    each.announced = 0;
+    if (each.consumed == 0 || each.credit_due || why_ended(key.first) != nullptr) continue;
+    each.credit_due = true;
+    credits_.push_back(&each);
+  }
+  greeting_ = true;
+  const FrameHeader header{.kind = Kind::resume, .received = received_frames_.announce()};
+  write_frame_header(header, frames_.emplace_front().header);
+  nic_.watch(*this);
+  work.add(shared_from_this());
+  return true;
+}
+
+// The frame is written from its beginning.
+void Connection::rewind(OutgoingFrame& frame) {
+  if (frame.sealed != nullptr) {
+    nic_.scratch().release(std::move(frame.sealed), frame.sealed_bytes);
+  }
+  frame.header_left = frame_header_bytes;
+  frame.payload = frame.source;
+  frame.payload_left = frame.length;
+}
+
+// What the other end has not received comes before what was not sent, and behind this end's resume.
+void Connection::replay() {
+  replays_ = false;
+  auto again = sent_frames_.take();
+  for (OutgoingFrame& frame : again) rewind(frame);
+  auto at = frames_.begin();
+  if (at != frames_.end() && at->number == 0) ++at;
+  frames_.insert(at, std::make_move_iterator(again.begin()), std::make_move_iterator(again.end()));
+}
+
+// The socket is lost; another one may take its place.
+void Connection::lose(std::unique_lock<std::mutex>& lock, const std::string& reason) {
+  const std::uint64_t of = streams_;
+  wait_idle(lock);
+  if (failed_ || lost_ || streams_ != of) return;
+  lost_ = true;
+  reason_ = reason;
+  nic_.unwatch(*this);
+  stream_->end(SHUT_RDWR);  // a forked process may have a copy of the socket
+  stream_->close();
+  ended_stream_ = true;
+}
+
+void Connection::give_up(Work& work) {
+  std::unique_lock lock(mutex_);
+  if (lost_) fail_locked(lock, std::string(reason_), work);
+}
+
+std::optional<Connection::Health> Connection::health() {
+  const std::lock_guard lock(mutex_);
+  if (failed_ || closing_ || !resumes_) return std::nullopt;
+  return Health{lost_, lost_ ? Stream::Progress{} : stream_->progress()};
+}
+
 void Connection::end_stream_if_drained() {
-  if (!closing_ || end_sent_ || has_to_write() || ended()) return;
+  if (!closing_ || end_sent_ || has_to_write() || greeting_ || ended()) return;
   for (const auto& [number, each] : channels_) {
     if (!each.queue.empty()) return;  // it waits for a credit
   }
@@ -421,6 +579,7 @@ void Connection::read(Work& work) {
   std::size_t turn = 0;
   while (true) {
     if (failed_) return release_stream(lock);
+    if (lost_) return;
     if (add_in_place(lock, turn, work)) continue;
     compact_staging();
     iovec parts[2];
@@ -442,6 +601,10 @@ void Connection::read(Work& work) {
       const std::string error = got < 0 ? describe(static_cast<int>(-got)) : write_error_;
       const std::string how = error.empty() ? "closed by the peer" : "lost: " + error;
       const bool expected = got == 0 && closing_;
+      if (resumes_ && !closing_) {
+        lose(lock, connection_ended + how);
+        continue;
+      }
       fail_locked(lock, expected ? "the link is closed" : connection_ended + how, work);
       continue;
     }
@@ -526,6 +689,13 @@ void Connection::compact_staging() {
 const char* Connection::parse(std::unique_lock<std::mutex>& lock, Work& work) {
   const std::size_t header_bytes = opener_ ? sealed_header_bytes : frame_header_bytes;
   while (!failed_) {
+    if (received_frames_.in_progress() && payload_left_ == 0 && !tag_follows_) {
+      received_frames_.end();
+      if (resumes_ && received_frames_.due() && !acknowledges_) {
+        acknowledges_ = true;
+        work.add(shared_from_this());
+      }
+    }
     if (adding_ && staged_begin_ % most_element_bytes != 0) compact_staging();
     const std::size_t staged = staged_end_ - staged_begin_;
     std::uint8_t* const from = staging_.get() + staged_begin_;
@@ -552,7 +722,7 @@ const char* Connection::parse(std::unique_lock<std::mutex>& lock, Work& work) {
     FrameHeader header;
     if (const char* why = read_frame_header(from, header)) return why;
     staged_begin_ += header_bytes;
-    if (const char* why = begin_frame(header, work)) return why;
+    if (const char* why = begin_counted(header, work)) return why;
     tag_follows_ = opener_ && payload_left_ > 0;
   }
   return nullptr;
@@ -583,13 +753,39 @@ std::size_t Connection::place(const std::uint8_t* from, std::size_t bytes) {
   return bytes;
 }
 
+const char* Connection::begin_counted(const FrameHeader& header, Work& work) {
+  if (greeting_ != (header.kind == Kind::resume)) {
+    return greeting_ ? "a further socket does not begin with a resume" : "a resume is not expected";
+  }
+  if (!sent_frames_.acknowledge(header.received, [this](auto& frame) { recycle(frame); })) {
+    return "it has received more frames than were sent";
+  }
+  if (greeting_) {
+    greeting_ = false;
+    replays_ = true;
+    work.add(shared_from_this());
+    return nullptr;
+  }
+  if (header.kind == Kind::credit) return begin_frame(header, work);
+  switch (received_frames_.begin(header)) {
+    case ReceivedFrames::Begin::fresh:
+      return begin_frame(header, work);
+    case ReceivedFrames::Begin::again:
+      payload_left_ = header.length;
+      return nullptr;
+    default:
+      return "the frame that was cut does not come again";
+  }
+}
+
 const char* Connection::begin_frame(const FrameHeader& header, Work& work) {
   if (header.channel >= most_channels) return "there is no such channel";
   if (header.group != 0) {
     if (header.kind == Kind::end) return end_by_peer(header, work);
     if (const auto found = ended_.find(header.group); found != ended_.end()) {
       if (found->second.by_peer) return "a frame follows the end of its group";
-      payload_left_ = header.length;  // the peer has sent it before it knew of the end
+      // The peer has sent it before it knew of the end.
+      frame_length_ = payload_left_ = header.length;
       return nullptr;
     }
     if (channels_.size() >= most_group_channels &&
@@ -727,6 +923,7 @@ void Connection::fail_locked(std::unique_lock<std::mutex>& lock, const std::stri
   }
   for (auto& [key, each] : channels_) fail_channel(each, reason, work);
   frames_.clear();
+  sent_frames_.take();
   ready_.clear();
   credits_.clear();
   ends_.clear();
@@ -835,17 +1032,11 @@ void Connection::fail_ended_groups(std::unique_lock<std::mutex>& lock, Work& wor
 void Connection::abandon_frames(std::uint64_t group, const std::string& reason, Work& work) {
   for (OutgoingFrame& frame : frames_) {
     if (frame.operation == nullptr || frame.operation->group != group) continue;
-    // The peer may receive the message completely, so its bytes have to be the right ones. They are
-    // copied: the owner may release its memory once the operation has failed.
-    if (frame.sealed == nullptr && frame.payload_left > 0) {
-      frame.sealed_bytes = frame.payload_left;
-      frame.sealed = nic_.scratch().acquire(frame.sealed_bytes);
-      std::memcpy(frame.sealed.get(), frame.payload, frame.payload_left);
-      frame.payload = frame.sealed.get();
-    }
     mark_failed(*frame.operation, reason, work);
-    frame.operation.reset();
-    frame.last = false;
+    detach(frame);
+  }
+  for (OutgoingFrame& frame : sent_frames_.frames()) {
+    if (frame.operation != nullptr && frame.operation->group == group) detach(frame);
   }
 }
 
@@ -867,6 +1058,7 @@ void Connection::release_stream(std::unique_lock<std::mutex>& lock) {
   if (ended()) return;
   nic_.unwatch(*this);
   stream_->close();
+  ended_stream_ = true;
   nic_.report_end();
 }
 
@@ -878,8 +1070,20 @@ void Connection::cancel(const Owner* owner, Work& work) {
     return each != nullptr && each->owner.get() == owner;
   };
   OperationPtr partly_sent;
-  for (const OutgoingFrame& each : frames_) {
-    if (owned(each.operation)) partly_sent = each.operation;
+  for (OutgoingFrame& each : frames_) {
+    if (!owned(each.operation)) continue;
+    if (each.operation->state.load(std::memory_order_relaxed) == State::pending) {
+      partly_sent = each.operation;
+    } else {
+      detach(each);  // it is sent again
+    }
+  }
+  for (OutgoingFrame& each : sent_frames_.frames()) {
+    if (!owned(each.operation)) continue;
+    if (each.operation->state.load(std::memory_order_relaxed) == State::pending) {
+      partly_sent = each.operation;
+    }
+    detach(each);
   }
   for (auto& [key, each] : channels_) {
     for (const auto& operation : each.queue) {
@@ -953,9 +1157,10 @@ void Nic::start() {
   std::thread([self = shared_from_this()] { self->run(); }).detach();
 }
 
-void Nic::add(int peer, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys) {
-  const auto made = std::make_shared<Connection>(*this, std::move(stream), keys);
-  made->stream().watch(epoll_, made.get());  // before a thread can find it and await writing
+void Nic::add(int peer, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys,
+              bool resumes) {
+  const auto made = std::make_shared<Connection>(*this, std::move(stream), keys, resumes);
+  watch(*made);  // before a thread can find it and await writing
   std::shared_ptr<Connection> former;
   {
     const std::lock_guard lock(mutex_);
@@ -967,6 +1172,26 @@ void Nic::add(int peer, std::unique_ptr<Stream> stream, const std::optional<Keys
     former->fail("the peer has connected again", work);
     work.run();
   }
+}
+
+bool Nic::resume(int peer, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys) {
+  const auto found = connection(peer);
+  if (found == nullptr) return false;
+  Work work;
+  const bool resumed = found->resume(std::move(stream), keys, work);
+  work.run();
+  return resumed;
+}
+
+void Nic::give_up(int peer) {
+  Work work;
+  if (const auto found = connection(peer)) found->give_up(work);
+  work.run();
+}
+
+std::optional<Connection::Health> Nic::health(int peer) {
+  const auto found = connection(peer);
+  return found == nullptr ? std::nullopt : found->health();
 }
 
 bool Nic::connected(int peer) {
@@ -1038,6 +1263,8 @@ void Nic::wake(const std::shared_ptr<Connection>& connection) {
 void Nic::await_writing(Connection& connection, bool awaited) {
   connection.stream().await_writing(epoll_, &connection, awaited);
 }
+
+void Nic::watch(Connection& connection) { connection.stream().watch(epoll_, &connection); }
 
 void Nic::unwatch(Connection& connection) { connection.stream().unwatch(epoll_); }
 

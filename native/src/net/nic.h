@@ -8,6 +8,10 @@
 // the interface's thread itself, which saves a switch of threads per result. Results are reported
 // to the operation's owner.
 //
+// A connection may outlive its socket, if it was added so: when the socket is lost, operations wait until
+// another one takes its place (resumable.h) or the connection is given up. What was sent but may not
+// have arrived is kept: by reference while the owner keeps the memory, else as a copy.
+//
 // Locks: a connection's mutex guards its queues, and is not held during system calls, while a
 // payload is sealed or opened, or while an owner runs. Memory of an operation is not accessed once `Nic::cancel` has returned.
 #pragma once
@@ -31,6 +35,7 @@
 #include "arithmetic.h"
 #include "cipher.h"
 #include "frame.h"
+#include "resumable.h"
 #include "stream.h"
 
 namespace wingbeat::net {
@@ -87,6 +92,10 @@ struct Operation {
   std::uint16_t channel = 0;
   std::uint32_t tag = 0;
   std::shared_ptr<Owner> owner;
+  std::uint64_t task = 0;  // of the owner
+  // Of a send: whether its memory stays as it is after the end, until `release_sources`, or until
+  // what replaces it proves that it has arrived.
+  bool stays = false;
   std::unique_ptr<std::uint8_t[]> scratch;
   std::string error;  // set before `state` becomes failed
   std::atomic<State> state{State::pending};
@@ -118,7 +127,8 @@ struct Keys {
 
 class Connection : public std::enable_shared_from_this<Connection> {
  public:
-  Connection(Nic& nic, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys);
+  Connection(Nic& nic, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys,
+             bool resumes);
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
@@ -142,8 +152,23 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // Sends what is queued, then the end of the stream; ends when the peer has done the same.
   void close_gracefully();
 
+  // Continues over another socket, with other keys; false if the connection has failed or ends.
+  bool resume(std::unique_ptr<Stream> stream, const std::optional<Keys>& keys, Work& work);
+  // Fails a connection that has lost its socket, for the reason for which it was lost.
+  void give_up(Work& work);
+  // Copies what was sent from the memory of a task that has ended, and may have to be sent again.
+  void release_sources(const Owner* owner, std::uint64_t task);
+
+  struct Health {
+    bool lost = false;  // whether it has no socket
+    Stream::Progress progress;
+  };
+  // None if it has failed, ends, or does not resume.
+  std::optional<Health> health();
+  bool resumes() const { return resumes_; }
+
   Stream& stream() { return *stream_; }
-  bool ended() const { return !stream_->open(); }
+  bool ended() const { return ended_stream_; }
   bool usable();
 
  private:
@@ -190,10 +215,13 @@ class Connection : public std::enable_shared_from_this<Connection> {
     std::size_t header_left = frame_header_bytes;
     const std::uint8_t* payload = nullptr;
     std::size_t payload_left = 0;
-    OperationPtr operation;  // null: no payload, or one that nobody expects
+    OperationPtr operation;  // null: no payload, or one whose owner may release its memory
     bool last = false;
-    // Of an encrypted connection: what is sent as the payload in place of header and payload. Else
-    // a copy of the payload of an abandoned message.
+    std::uint64_t number = 0;  // as in SentFrames; 0: not counted
+    const std::uint8_t* source = nullptr;  // of the payload before it was sealed
+    std::size_t length = 0;
+    std::unique_ptr<std::uint8_t[]> copy;  // what `source` is in, if the operation does not have it
+    // Of an encrypted connection: what is sent as the payload in place of header and payload.
     std::unique_ptr<std::uint8_t[]> sealed;
     std::size_t sealed_bytes = 0;
   };
@@ -216,8 +244,15 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void seal(OutgoingFrame& frame);
   void mark_sent(std::size_t bytes, Work& work);
   bool has_to_write() const {
-    return !frames_.empty() || !ready_.empty() || !credits_.empty() || !ends_.empty();
+    return !frames_.empty() || !ready_.empty() || !credits_.empty() || !ends_.empty() ||
+           acknowledges_ || replays_;
   }
+  void detach(OutgoingFrame& frame);
+  void recycle(OutgoingFrame& frame);
+  void rewind(OutgoingFrame& frame);
+  void replay();
+  void lose(std::unique_lock<std::mutex>& lock, const std::string& reason);
+  const char* begin_counted(const FrameHeader& header, Work& work);
   void end_stream_if_drained();
 
   template <class Call>
@@ -253,7 +288,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void release_stream(std::unique_lock<std::mutex>& lock);
 
   Nic& nic_;
-  const std::unique_ptr<Stream> stream_;
+  const bool resumes_;
+  std::unique_ptr<Stream> stream_;
+  std::atomic<bool> ended_stream_ = false;
   // Null: not encrypted. Used by the writing and by the reading thread.
   std::optional<Cipher> sealer_, opener_;
 
@@ -267,6 +304,15 @@ class Connection : public std::enable_shared_from_this<Connection> {
   bool end_sent_ = false;
   std::string reason_;
   std::string write_error_;
+
+  // Of a connection that resumes.
+  SentFrames<OutgoingFrame> sent_frames_;
+  ReceivedFrames received_frames_;
+  bool lost_ = false;  // the socket; `reason_` tells why
+  std::uint64_t streams_ = 0;
+  bool greeting_ = false;      // whether the other end has yet to tell what it has received
+  bool replays_ = false;       // whether frames are to be sent again
+  bool acknowledges_ = false;  // whether the other end is to be told
 
   // Sending. Only the thread that has set `writing_` uses frames.
   std::deque<Channel*> ready_;
@@ -304,8 +350,13 @@ class Nic : public std::enable_shared_from_this<Nic> {
 
   // Takes over a connected stream, in place of a former connection; encrypted if there are keys.
   // Throws std::runtime_error.
+  // `resumes`: it outlives the stream; both ends have to agree.
   void add(int peer, std::unique_ptr<Stream> stream,
-           const std::optional<Keys>& keys = std::nullopt);
+           const std::optional<Keys>& keys = std::nullopt, bool resumes = false);
+  // As those of Connection; without effect if there is none.
+  bool resume(int peer, std::unique_ptr<Stream> stream, const std::optional<Keys>& keys);
+  void give_up(int peer);
+  std::optional<Connection::Health> health(int peer);
   // Whether there is a connection that has not failed.
   bool connected(int peer);
   std::shared_ptr<Connection> connection(int peer);
@@ -333,6 +384,7 @@ class Nic : public std::enable_shared_from_this<Nic> {
   // Has the thread write the connection.
   void wake(const std::shared_ptr<Connection>& connection);
   void await_writing(Connection& connection, bool awaited);
+  void watch(Connection& connection);
   void unwatch(Connection& connection);
   void report_end();
   ScratchPool& scratch() { return scratch_; }

@@ -1,6 +1,8 @@
 #include "stream.h"
 
 #include <fcntl.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -50,6 +52,13 @@ void Stream::await_writing(int epoll, void* data, bool awaited) {
   event.events = EPOLLIN | (awaited ? std::uint32_t{EPOLLOUT} : 0U);
   event.data.ptr = data;
   ::epoll_ctl(epoll, EPOLL_CTL_MOD, fd_, &event);
+}
+
+Stream::Progress Stream::progress() const {
+  tcp_info info{};
+  socklen_t bytes = sizeof info;
+  if (::getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0) return {};
+  return {info.tcpi_unacked > 0, info.tcpi_bytes_acked, info.tcpi_last_ack_recv};
 }
 
 // If the buffer is too small, the kernel enlarges it, or reports fewer bytes.

@@ -41,6 +41,14 @@ class Stream {
   // Called by a reader that stops although more has arrived.
   virtual void request_event() {}
 
+  // What the other host has acknowledged of what was written.
+  struct Progress {
+    bool outstanding = false;             // whether it has not acknowledged everything that was sent
+    std::uint64_t acknowledged = 0;       // bytes since the beginning
+    std::uint32_t silent_milliseconds = 0;  // since its last acknowledgement of any kind
+  };
+  Progress progress() const;
+
   // As ::shutdown.
   void end(int how);
   bool open() const { return fd_ >= 0; }

@@ -283,7 +283,7 @@ class NativeJob(CallInProgress):
         begin, compared_after = time.monotonic(), FIRST_COMPARISON_S
         while not self.task.wait(MAX_UNINTERRUPTED_S, sent):
             if time.monotonic() - begin >= compared_after:
-                self._executor.compare(self)
+                self._executor.compare_apart(self)
                 compared_after = 2 * compared_after + FIRST_COMPARISON_S
         if self.task.failed:
             raise PeerError(self._error or self._executor.lane_failure())

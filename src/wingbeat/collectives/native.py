@@ -126,6 +126,7 @@ class NativeExecutor(Executor):
         self, world: World, lane: int, failure: SharedFailure, links: list[_native.Group]
     ) -> None:
         self._jobs: dict[int, NativeJob] = {}
+        self._comparing: threading.Thread | None = None
         self._native_wait: CurrentWait | None = None
         self._native_wait_of: tuple[int, int] = (0, 0)
         self._number = next(_numbers)
@@ -174,6 +175,14 @@ class NativeExecutor(Executor):
     def expect(self, job: NativeJob) -> bool:
         """Have ``job.complete`` called at the end of the job; False if it is done."""
         return _completions.expect(job)
+
+    def compare_apart(self, job: NativeJob) -> None:
+        """As `compare`, in another thread: the store may be behind an interface that has failed."""
+        if self._comparing is None or not self._comparing.is_alive():
+            self._comparing = threading.Thread(
+                target=self.compare, args=(job,), name="wingbeat-compare", daemon=True
+            )
+            self._comparing.start()
 
     def _drop_done(self) -> None:
         """Release the buffers of jobs that nothing waited for."""

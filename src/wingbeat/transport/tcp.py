@@ -11,6 +11,9 @@ threads of the extension (``native/src/net``), one per interface.
 
 All ranks connect in `connect`. The ports stay open: a rank that was restarted, and ranks whose
 connection was lost, connect again when a group needs it.
+
+With several interfaces, a connection outlives its socket: it continues over another interface
+(``repair.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +43,7 @@ from wingbeat import _native
 from wingbeat.errors import RendezvousError
 from wingbeat.observe.log import log
 from wingbeat.settings import is_on
-from wingbeat.transport import encryption
+from wingbeat.transport import encryption, repair
 from wingbeat.transport.interfaces import Interface, host_identity
 from wingbeat.transport.link import TAG_BITS, group_prefix
 from wingbeat.transport.store import Store
@@ -49,9 +52,10 @@ from wingbeat.types import Group
 _MAGIC = b"wingbeat"
 _NONCE_BYTES = _TAG_BYTES = 32
 _CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
-_IDENTITY = struct.Struct("<III8s")
-"""Rank of the connecting process, rank that it connects to, index of the interface, and the
-incarnation of the connecting process.
+_IDENTITY = struct.Struct("<IIII8s")
+"""Rank of the connecting process, rank that it connects to, index of the interface, 1 if its
+connection continues over this socket or 0 if it begins, and the incarnation of the connecting
+process.
 """
 _ANSWER_BYTES = len(_MAGIC) + _IDENTITY.size + _NONCE_BYTES + _TAG_BYTES
 
@@ -133,6 +137,8 @@ class TcpLink(_EngineLink):
             if self.port is not None:
                 self.port.close()
                 self.port.join(_CLOSE_S)
+                if (repairs := self.port.repairs()) is not None:
+                    repairs.join(_CLOSE_S)
             self.nic.close(_CLOSE_S)
 
 
@@ -315,7 +321,13 @@ def _make_links(
         for index, (pair, interface) in enumerate(zip(listeners, interfaces, strict=True))
     ]
     for port in ports:
+        port.siblings = [weakref.ref(each) for each in ports]
         port.start()
+    if len(ports) > 1:
+        repairs = repair.Repairs(rank, ports, len(answers))
+        repairs.start()
+        for port in ports:
+            port.repairs = weakref.ref(repairs)
     return tuple(TcpLink(port.interface.name, len(answers), port) for port in ports)
 
 
@@ -452,6 +464,8 @@ def _prove(connection: socket.socket, identity: bytes, key: bytes) -> tuple[byte
     )
     try:
         answer += _read_exactly(connection, _TAG_BYTES - len(answer))
+        if hmac.compare_digest(answer, _tag(key, b"ended", handshake)):
+            raise repair.EndedError("the peer has ended the connection")
         if not hmac.compare_digest(answer, expected):
             raise ConnectionError("the peer does not have this job's key")
     except BaseException:
@@ -507,6 +521,9 @@ class _Port(threading.Thread):
         self._dialing: set[int] = set()
         self._admitted: set[_Newcomer] = set()  # answered, and not yet usable
         self._incarnations: dict[int, bytes] = {}
+        self.siblings = [weakref.ref(self)]  # this one included, by interface
+        self.repairs: Callable[[], repair.Repairs | None] = lambda: None
+        self.paths: dict[int, int] = {}  # of peers whose connection uses another interface
         self._most = size + _MAX_STRANGERS
         self._closed = False
         self._selector = selectors.DefaultSelector()
@@ -514,8 +531,10 @@ class _Port(threading.Thread):
         self._warned: set[str] = set()
 
     def close(self) -> None:
-        """Stop accepting. Idempotent."""
+        """Stop accepting, and replacing sockets. Idempotent."""
         self._closed = True
+        if (repairs := self.repairs()) is not None:
+            repairs.end()
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -562,7 +581,7 @@ class _Port(threading.Thread):
     def dial(self, peer: int, deadline: float) -> None:
         """Connect to a rank from the interface's address, unless it connects to this one first."""
         begin, own, again = time.monotonic(), self.interface, peer in self._dialing
-        identity = _IDENTITY.pack(self._rank, peer, self._index, self._ranks.incarnation)
+        identity = _IDENTITY.pack(self._rank, peer, self._index, 0, self._ranks.incarnation)
         locally = True
         while True:
             answer = self._ranks.find(peer) if again else self._ranks.first[peer]
@@ -573,10 +592,13 @@ class _Port(threading.Thread):
                 if locally and place.name:
                     locally, made = False, self._dial_locally(peer, place.name, identity, left)
                 if made is None and not self.nic.connected(peer):
-                    made = *self._dial_over_tcp(place, identity, left), None
+                    made = (
+                        *self._dial_over_tcp(place, identity, left, min(left, _HANDSHAKE_S)),
+                        None,
+                    )
                 if made is not None:
                     self._incarnations[peer] = answer.incarnation
-                    self.nic.add(peer, *made)
+                    self.nic.add(peer, *made, len(self.siblings) > 1)
                 return
             except OSError as error:
                 if self.nic.connected(peer):
@@ -592,12 +614,62 @@ class _Port(threading.Thread):
                     ) from None
                 time.sleep(_RETRY_S)
 
-    def _dial_over_tcp(self, place: _Place, identity: bytes, seconds: float) -> tuple[int, bytes]:
+    @contextlib.contextmanager
+    def reserve(self, peer: int) -> Iterator[bool]:
+        """Have no other thread, and no lower rank, connect to a rank; False if one does so now."""
+        with self._changed:
+            free = not self._connecting(peer)
+            if free:
+                self._dialing.add(peer)
+        try:
+            yield free
+        finally:
+            if free:
+                with self._changed:
+                    self._dialing.discard(peer)
+                    self._changed.notify_all()
+
+    def continue_over(self, path: int, peer: int, seconds: float) -> None:
+        """Continue the connection to a rank over the interface ``path``, an index.
+
+        An `EndedError` if the rank has ended it, another `OSError` if it was not reached.
+        """
+        known, answer = self._incarnations[peer], self._ranks.first[peer]
+        if answer.incarnation != known:  # it was restarted
+            answer = self._ranks.find(peer)
+            if answer.incarnation != known:
+                raise repair.EndedError("the peer was restarted")
+        identity = _IDENTITY.pack(self._rank, peer, self._index, 1, self._ranks.incarnation)
+        place = answer.places[path]
+        made = self._sibling(path)._dial_over_tcp(place, identity, seconds, _AGAIN_S)
+        self._continue(peer, path, *made)
+
+    def _sibling(self, index: int) -> _Port:
+        found = self.siblings[index]()
+        if found is None:
+            raise repair.EndedError("the interface is closed")
+        return found
+
+    def _continue(self, peer: int, path: int, descriptor: int, keys: bytes) -> None:
+        if self.nic.resume(peer, descriptor, keys):
+            before, self.paths[peer] = self.paths.get(peer, self._index), path
+            if before != path:
+                log.warning(
+                    "rank %d: the connection of interface %s to rank %d continues over %s",
+                    *(self._rank, self.interface.name, peer, self._sibling(path).interface.name),
+                )
+
+    def _dial_over_tcp(
+        self, place: _Place, identity: bytes, seconds: float, answer_s: float = _HANDSHAKE_S
+    ) -> tuple[int, bytes]:
         """Connect from the interface's address; return the descriptor and the keys."""
         target = place.address, place.port
         with socket.create_connection(target, seconds, (self.interface.address, 0)) as connection:
-            connection.settimeout(min(seconds, _HANDSHAKE_S))
-            handshake, _ = _prove(connection, identity, self._key)
+            connection.settimeout(answer_s)
+            try:
+                handshake, _ = _prove(connection, identity, self._key)
+            except TimeoutError:
+                raise ConnectionError("the process there does not answer") from None
             _set_options(connection, self._dscp)
             keys = encryption.keys(self._encrypted, connection, self._key, True, handshake)
             return connection.detach(), keys
@@ -687,14 +759,18 @@ class _Port(threading.Thread):
         magic, identity, nonce, tag = struct.unpack(
             f"<{len(_MAGIC)}s{_IDENTITY.size}s{_NONCE_BYTES}s{_TAG_BYTES}s", newcomer.data
         )
-        peer, target, index, incarnation = _IDENTITY.unpack(identity)
+        peer, target, index, continues, incarnation = _IDENTITY.unpack(identity)
         handshake = newcomer.challenge + identity + nonce
         expected = _tag(self._key, b"connect", handshake)
         known = magic == _MAGIC and hmac.compare_digest(tag, expected)
         others = peer != self._rank and peer < len(self._ranks.first)
-        if not known or (target, index) != (self._rank, self._index) or not others:
+        expected_here = index < len(self.siblings) if continues else index == self._index
+        if not known or target != self._rank or not expected_here or not others:
             self._warn(newcomer.address, known)
             self._drop(connection)
+            return
+        if continues:
+            self._admit_again(connection, newcomer, self._sibling(index), peer, handshake)
             return
         # Both ranks may connect at the same time; then the higher one's connection is used. If it
         # has answered the lower one, it does not begin to connect.
@@ -725,11 +801,46 @@ class _Port(threading.Thread):
             return
         self._add(connection, newcomer)
 
-    def _add(self, connection: socket.socket, newcomer: _Newcomer) -> None:
+    def _admit_again(
+        self,
+        connection: socket.socket,
+        newcomer: _Newcomer,
+        port: _Port,
+        peer: int,
+        handshake: bytes,
+    ) -> None:
+        """Continue a connection of the interface of ``port`` over this one."""
+        incarnation = _IDENTITY.unpack_from(newcomer.data, len(_MAGIC))[-1]
+        usable = port._incarnations.get(peer) == incarnation and port.nic.health(peer) is not None
+        with port._changed:
+            dialing = peer in port._dialing and self._rank > peer
+        if dialing:
+            self._drop(connection)
+            return
+        try:
+            connection.send(_tag(self._key, b"accept" if usable else b"ended", handshake))
+            if usable:
+                _set_options(connection, self._dscp)
+                keys = encryption.keys(self._encrypted, connection, self._key, False, handshake)
+        except OSError:
+            usable = False
+        if not usable:
+            self._drop(connection)
+            return
+        self._forget(connection)
+        port._continue(peer, self._index, connection.detach(), keys)
+
+    def _forget(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         del self._pending[connection]
+
+    def _add(self, connection: socket.socket, newcomer: _Newcomer) -> None:
+        self._forget(connection)
         self._incarnations[newcomer.peer] = newcomer.incarnation
-        self.nic.add(newcomer.peer, connection.detach(), newcomer.keys, newcomer.rings)
+        self.nic.add(
+            *(newcomer.peer, connection.detach(), newcomer.keys, newcomer.rings),
+            len(self.siblings) > 1,
+        )
         with self._changed:
             self._admitted.discard(newcomer)
             self._missing.discard(newcomer.peer)
