@@ -164,8 +164,9 @@ class Device:
         self.made = 0
         self.waited = 0
 
-    def event(self, *, enable_timing: bool) -> Event:
+    def event(self, device: torch.device, *, enable_timing: bool) -> Event:
         assert enable_timing
+        assert device == CUDA
         self.made += 1
         return Event(self)
 
@@ -175,7 +176,8 @@ class Event:
         self._device = device
         self.at = 0
 
-    def record(self) -> None:
+    def record(self, stream: torch.device) -> None:
+        assert stream == CUDA
         self._device.recorded += 1
         self.at = self._device.recorded
 
@@ -195,7 +197,8 @@ class Event:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
-    monkeypatch.setattr(torch.cuda, "Event", made.event)
+    monkeypatch.setattr(torch, "Event", made.event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
     return made
 
 

@@ -20,7 +20,7 @@ def test_iteration_timer_on_host_knows_last_lap(monkeypatch: pytest.MonkeyPatch)
 
 def test_iteration_timer_on_device_knows_lap_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Device()
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    device.install(monkeypatch)
     watch = IterationTimer(torch.device("cuda"))
     laps = []
     for reached in (0, 0, 1, 3, 4):
@@ -32,7 +32,7 @@ def test_iteration_timer_on_device_knows_lap_after_its_end(monkeypatch: pytest.M
 
 def test_iteration_timer_restart_discards_earlier_laps(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Device()
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    device.install(monkeypatch)
     watch = IterationTimer(torch.device("cuda"))
     for _ in range(4):
         watch.lap()
@@ -45,7 +45,7 @@ def test_iteration_timer_restart_discards_earlier_laps(monkeypatch: pytest.Monke
 
 def test_iteration_timer_restart_discards_known_lap(monkeypatch: pytest.MonkeyPatch) -> None:
     device = _Device()
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    device.install(monkeypatch)
     watch = IterationTimer(torch.device("cuda"))
     device.reached = 1
     assert [watch.lap() for _ in range(3)] == [0.0, 0.001, 0.001]
@@ -75,7 +75,12 @@ class _Device:
         self.reached = 0
         self.made = 0
 
-    def event(self, *, enable_timing: bool) -> _Event:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have torch make this device's events."""
+        monkeypatch.setattr(torch, "Event", self.event)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: device)
+
+    def event(self, device: torch.device, *, enable_timing: bool) -> _Event:
         assert enable_timing
         self.made += 1
         return _Event(self, self.made - 1)
@@ -86,7 +91,8 @@ class _Event:
         self._device, self.number = device, number
         self._recorded = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: torch.device) -> None:
+        assert stream == torch.device("cuda")
         self._recorded = time.monotonic()
 
     def query(self) -> bool:

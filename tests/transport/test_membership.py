@@ -103,7 +103,7 @@ def test_malformed_card_is_logged_and_log_is_read_on(
         roll.stop()
     assert MembershipChange(2, 0, False, 1) in changes
     assert not any(change.joined for change in changes)
-    refused = "rank 0: cannot accept rank 1 again: the rendezvous store has under 'messages/r/1.1'"
+    refused = "rank 0: cannot accept rank 1 again: malformed peer info, 'messages/r/1.1' in the"
     assert caplog.text.count(refused) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import sys
@@ -53,8 +54,9 @@ def cut(interface: int) -> int:
     count = 0
     for copy, _, peer in ranks.connected_sockets():
         if peer in (place(interface, 0), place(interface, 1)):
-            copy.shutdown(socket.SHUT_RDWR)
-            count += 1
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                copy.shutdown(socket.SHUT_RDWR)
+                count += 1
     return count
 
 

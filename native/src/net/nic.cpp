@@ -1358,8 +1358,8 @@ void Nic::lend(bool to_waiting) {
 
 void Nic::forget_after_fork() {
   forked_ = true;
-  for (const auto& [peer, each] : connections_) each->stream().close();
-  for (const auto& each : replaced_) each->stream().close();
+  for (const auto& [peer, each] : connections_) each->forget_after_fork();
+  for (const auto& each : replaced_) each->forget_after_fork();
   ::close(std::exchange(outer_, -1));
   ::close(std::exchange(epoll_, -1));
   ::close(std::exchange(event_, -1));

@@ -169,6 +169,12 @@ class Connection : public std::enable_shared_from_this<Connection> {
 
   Stream& stream() { return *stream_; }
   bool ended() const { return ended_stream_; }
+
+  // Closes the child's copy of the stream, which must not be written to any more.
+  void forget_after_fork() {
+    ended_stream_ = true;
+    stream_->close();
+  }
   bool usable();
 
  private:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.engine.gradients.placed import gathered_ids, is_placed
+from wingbeat.engine.gradients.sparse import sparse_parameters
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
 from wingbeat.traits import KEPT
@@ -145,12 +146,18 @@ def check_placed(model: torch.nn.Module, world: World) -> None:
                 f"than rank {world.ranks[world.rank]}: give fully_shard() or parallelize_module() "
                 "only the dimensions inside a replica, such as mesh['dp_shard']"
             )
-        if any(each.is_partial() for each in placements):
+        if not all(each.is_shard() or each.is_replicate() for each in placements):
             raise UsageError(
                 f"distribute(mesh=...): parameter {name!r} is placed as "
-                f"{', '.join(map(repr, placements))}: a parameter must be sharded or replicated"
+                f"{', '.join(map(repr, placements))}: a parameter must be sharded or replicated; "
+                "use fully_shard() or parallelize_module(), not both"
             )
         divided = divided or len(ranks) > 1
+    if several and (sparse := [*sparse_parameters(model)]):
+        raise UsageError(
+            f"distribute(mesh=...): {len(sparse)} parameters have sparse gradients, which nothing "
+            "averages inside a replica: use sparse=False"
+        )
     if several and not divided:
         raise UsageError(
             f"distribute(mesh=...): no parameter is placed over {', '.join(replica.names)}, so "

@@ -137,7 +137,18 @@ def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> En
         raise UsageError(
             f"checkpoint.{what}(): pass a model and its optimizer as distribute() has returned them"
         )
+    _refuse_replicas(engine, f"checkpoint.{what}()")
     return engine
+
+
+def _refuse_replicas(engine: Engine, what: str) -> None:
+    """Refuse replicas of several ranks, whose parts would have the numbers of replicas alone."""
+    replica = engine.world.inside
+    if replica is not None and replica.size > 1:
+        raise UsageError(
+            f"{what} is not possible for replicas of {replica.size} ranks: save the state dicts of "
+            "model and optimizer by torch.distributed.checkpoint"
+        )
 
 
 def _empty_parts(saved: Metadata, where: str) -> dict[str, torch.Tensor]:
@@ -173,6 +184,7 @@ def save_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
     engine = engine_of(optimizer)
     part = None if engine is None else engine.compression.state_dict()
     if engine is not None and part is not None:
+        _refuse_replicas(engine, "saving residuals")
         write_part(part, Path(folder), f"residuals_{number}", engine.world.rank, engine.world.size)
 
 
@@ -184,6 +196,7 @@ def load_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
     engine = engine_of(optimizer)
     if engine is None or engine.compression.residuals is None:
         return
+    _refuse_replicas(engine, "loading residuals")
     refuse_loading(engine, "loading residuals")
     name = f"residuals_{number}"
     parts = read_parts(Path(folder), name, engine.world.rank, engine.world.size)

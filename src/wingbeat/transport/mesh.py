@@ -145,6 +145,12 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
             f"distribute(mesh=...): rank {job.rank} of wingbeat.init() is rank {of_torch} of "
             "torch's default group: start both from the same variables RANK and WORLD_SIZE"
         )
+    if told["device"] != "cpu":
+        raise UsageError(
+            f"distribute(mesh=...): a mesh of {told['device']!r} devices is not supported yet: "
+            "updates are not ordered with the streams of fully_shard(); use fully_shard() with the "
+            "whole mesh, without distribute()"
+        )
     place = 0 if across is None else told["names"].index(across)
     known = _columns.setdefault(job, {})
     key = f"{told['shape']}{told['ranks']}{place}"
@@ -152,6 +158,11 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
         replicas = mesh.mesh.movedim(place, 0).flatten(1)  # one row each
         number, position = (replicas == job.rank).nonzero()[0].tolist()
         members = replicas[:, position].tolist()
+        if members != sorted(members):
+            raise UsageError(
+                "distribute(mesh=...): the dimension across replicas has ranks "
+                f"{_listed(members)}: number them in ascending order, as init_device_mesh() does"
+            )
         world = connect_column(job, members, f"{len(known)}")
         inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
         world.inside = Replica(

@@ -164,6 +164,8 @@ def _exchange_seconds(world: World, link: Link, nbytes: int) -> float:
     try:
         receive.wait(world.timeout)
         send.wait(world.timeout)
+        if getattr(link, "moved", False):
+            raise RuntimeError("its data had to use another interface")
     except RuntimeError as err:
         raise PeerError(
             f"rank {world.rank}: measuring interface {link.name} with ranks {before} and {after} "

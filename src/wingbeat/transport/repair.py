@@ -129,6 +129,7 @@ class Repairs(threading.Thread):
     def __init__(self, rank: int, ports: Sequence[Port], size: int) -> None:
         super().__init__(name="wingbeat-repair", daemon=True)
         self._rank, self._ports, self._ends = rank, ports, threading.Event()
+        self._open = set(range(len(ports)))
         self._watched = [
             _Watched(index, peer)
             for index in range(len(ports))
@@ -137,18 +138,26 @@ class Repairs(threading.Thread):
         ]
 
     def run(self) -> None:
-        """Watch until `end`."""
+        """Watch until all ports have been ended."""
         while not self._ends.wait(_POLL_S):
             for each in self._watched:
-                if each.thread is None or not each.thread.is_alive():
+                busy = each.thread is not None and each.thread.is_alive()
+                if each.index in self._open and not busy:
                     self._check(each, time.monotonic())
         for each in self._watched:
             if each.thread is not None:
                 each.thread.join()
 
-    def end(self) -> None:
-        """End the thread. Idempotent."""
-        self._ends.set()
+    def end(self, index: int) -> None:
+        """Stop watching the connections of a port; with the last one the thread ends."""
+        self._open.discard(index)
+        if not self._open:
+            self._ends.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no port is left."""
+        return self._ends.is_set()
 
     def _check(self, of: _Watched, now: float) -> None:
         port = self._ports[of.index]
@@ -174,10 +183,15 @@ class Repairs(threading.Thread):
             self._begin(of, [of.index], lost=False)
 
     def _begin(self, of: _Watched, paths: Sequence[int], *, lost: bool) -> None:
-        of.thread = threading.Thread(
+        thread = threading.Thread(
             target=self._repair, args=(of, paths, lost), name="wingbeat-repair", daemon=True
         )
-        of.thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process may have no more threads; tried again
+            log.warning("rank %d cannot repair connections: %s", self._rank, error)
+        else:
+            of.thread = thread
 
     def _repair(self, of: _Watched, paths: Sequence[int], lost: bool) -> None:
         port, deadline = self._ports[of.index], time.monotonic() + _LOST_S
@@ -185,7 +199,7 @@ class Repairs(threading.Thread):
             with port.reserve(of.peer) as free:
                 answered = not free or self._try(of, paths, lost)
             health = port.nic.health(of.peer)
-            if not lost or health is None or not health[0] or self._ends.is_set():
+            if not lost or health is None or not health[0] or of.index not in self._open:
                 return
             if not answered or time.monotonic() >= deadline:
                 port.nic.give_up(of.peer)
@@ -197,7 +211,7 @@ class Repairs(threading.Thread):
         port, answered = self._ports[of.index], False
         for path in paths:
             health = port.nic.health(of.peer)
-            if health is None or (lost and not health[0]) or self._ends.is_set():
+            if health is None or (lost and not health[0]) or of.index not in self._open:
                 return True
             try:
                 port.continue_over(path, of.peer, _DIAL_S)

@@ -126,6 +126,12 @@ class TcpLink(_EngineLink):
     def _connect(self) -> _native.Group:
         return _native.Group(self.nic, _WORLD, list(range(self._size)))
 
+    @property
+    def moved(self) -> bool:
+        """Whether connections of this link use another interface."""
+        port = self.port
+        return port is not None and any(path != port._index for path in port.paths.values())
+
     def abort_waits(self) -> None:
         """End all waits on this link, in any thread, and close it."""
         self.nic.fail("the wait was aborted")
@@ -137,7 +143,8 @@ class TcpLink(_EngineLink):
             if self.port is not None:
                 self.port.close()
                 self.port.join(_CLOSE_S)
-                if (repairs := self.port.repairs()) is not None:
+                repairs = self.port.repairs()
+                if repairs is not None and repairs.ended:
                     repairs.join(_CLOSE_S)
             self.nic.close(_CLOSE_S)
 
@@ -534,7 +541,7 @@ class _Port(threading.Thread):
         """Stop accepting, and replacing sockets. Idempotent."""
         self._closed = True
         if (repairs := self.repairs()) is not None:
-            repairs.end()
+            repairs.end(self._index)
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -598,6 +605,7 @@ class _Port(threading.Thread):
                     )
                 if made is not None:
                     self._incarnations[peer] = answer.incarnation
+                    self.paths.pop(peer, None)
                     self.nic.add(peer, *made, len(self.siblings) > 1)
                 return
             except OSError as error:
@@ -837,6 +845,7 @@ class _Port(threading.Thread):
     def _add(self, connection: socket.socket, newcomer: _Newcomer) -> None:
         self._forget(connection)
         self._incarnations[newcomer.peer] = newcomer.incarnation
+        self.paths.pop(newcomer.peer, None)
         self.nic.add(
             *(newcomer.peer, connection.detach(), newcomer.keys, newcomer.rings),
             len(self.siblings) > 1,

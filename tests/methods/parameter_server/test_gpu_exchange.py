@@ -154,7 +154,8 @@ def test_planned_with_parameters_on_two_devices_raises() -> None:
 def test_nccl_group_sets_traffic_class(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def new_group(backend: str, pg_options: Any) -> str:
+    def new_group(ranks: Any, backend: str, pg_options: Any, **_: Any) -> str:
+        assert ranks is None
         asked.append((backend, pg_options and pg_options.config.traffic_class))
         return "group"
 

@@ -164,7 +164,11 @@ class CopiesCheck:
     """
 
     BACKWARDS = 2
-    """Backwards to check: a mesh is used wrongly from the first step on."""
+    """Backwards to check with a gradient that is finite and not zero on all ranks: a mesh is used
+    wrongly from the first step on.
+    """
+
+    MOST_BACKWARDS = 100
 
     _RELATIVE = 1e-3
 
@@ -177,12 +181,15 @@ class CopiesCheck:
                 if not _is_sharded_over(param, dim, replica):
                     self._names[dim].append(index)
         self._norms = torch.zeros(len(named), dtype=torch.float64)
-        self._left = self.BACKWARDS if any(self._names.values()) else 0
+        whole = sorted({index for each in self._names.values() for index in each})
+        self._left = torch.zeros(len(named), dtype=torch.float64)
+        self._left[whole] = self.BACKWARDS
+        self._backwards = self.MOST_BACKWARDS if whole else 0
 
     @property
     def on(self) -> bool:
         """Whether the running backward is checked."""
-        return self._left > 0
+        return self._backwards > 0
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Add this rank's gradient of a parameter."""
@@ -191,12 +198,13 @@ class CopiesCheck:
 
     def end(self) -> None:
         """Compare at the end of a backward; a `UsageError` names the first that differs."""
-        self._left -= 1
+        self._backwards -= 1
         norms, replica = self._norms, self._replica
         self._norms = torch.zeros_like(norms)
         for dim, indices in self._names.items():
             if not indices:
                 continue
+            # Infinite in all of them while a GradScaler searches its scale.
             own = norms[indices].nan_to_num(0.0, 0.0, 0.0)
             both = replica.max(torch.cat([own, -own]), dim)
             most, least = both[: len(indices)], -both[len(indices) :]
@@ -210,6 +218,11 @@ class CopiesCheck:
                     "shard it by fully_shard(), give these ranks the same batches, or make the "
                     "dimension a part of the one across replicas"
                 )
+        # All ranks of the replica must end at the same time.
+        missing = replica.max((norms.nan_to_num(0.0, 0.0, 0.0) == 0).double())
+        self._left -= 1 - missing
+        if not (self._left > 0).any():
+            self._backwards = 0
 
 
 def _is_sharded_over(param: torch.Tensor, dim: str, replica: Replica) -> bool:

@@ -17,8 +17,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wingbeat.engine.gradients.placed import is_placed
 from wingbeat.engine.updates.json_values import describe, encode
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
@@ -162,6 +176,9 @@ def _keeps(tensors: Iterable[Any], grad: torch.Tensor) -> bool:
 _LONGEST = 6
 """Maximum size of a test tensor in each dimension."""
 
+_ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD)
+"""Optimizers that update each element by itself, so that shards need no communication."""
+
 _COUNTERS = frozenset({"_step_count", "_opt_called"})
 """Attributes in which torch counts steps, for its schedulers' warnings."""
 
@@ -186,6 +203,9 @@ def steps_independently(optimizer: Optimizer) -> bool:
 def find_dependence(optimizer: Optimizer) -> str:
     """Return why `steps_independently` is false; empty if it is true."""
     tried: set[Any] = set()
+    params = (p for group in optimizer.__dict__["param_groups"] for p in group["params"])
+    if not isinstance(optimizer, _ELEMENTWISE) and any(map(is_placed, params)):
+        return "it may communicate to update a DTensor, in the order of its parameters"
     for group in optimizer.__dict__["param_groups"]:
         settings, key = settings_of(group)
         for kind in small_shapes(group["params"]):
