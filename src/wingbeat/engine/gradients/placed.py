@@ -6,6 +6,7 @@ that users and optimizers see stay `DTensor`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -114,15 +115,8 @@ def copies(param: torch.Tensor, replica: Replica) -> int:
     if is_placed(param):
         placed: Any = param
         sizes = zip(placed.placements, placed.device_mesh.mesh.shape, strict=True)
-        shards = _product(size for placement, size in sizes if placement.is_shard())
+        shards = math.prod(size for placement, size in sizes if placement.is_shard())
     return replica.size // shards
-
-
-def _product(sizes: Iterator[int]) -> int:
-    found = 1
-    for size in sizes:
-        found *= size
-    return found
 
 
 def clip(
@@ -199,13 +193,13 @@ class CopiesCheck:
     def end(self) -> None:
         """Compare at the end of a backward; a `UsageError` names the first that differs."""
         self._backwards -= 1
-        norms, replica = self._norms, self._replica
+        # Infinite in all of them while a GradScaler searches its scale.
+        norms, replica = self._norms.nan_to_num(0.0, 0.0, 0.0), self._replica
         self._norms = torch.zeros_like(norms)
         for dim, indices in self._names.items():
             if not indices:
                 continue
-            # Infinite in all of them while a GradScaler searches its scale.
-            own = norms[indices].nan_to_num(0.0, 0.0, 0.0)
+            own = norms[indices]
             both = replica.max(torch.cat([own, -own]), dim)
             most, least = both[: len(indices)], -both[len(indices) :]
             wrong = (most - least > self._RELATIVE * most).nonzero()
@@ -219,7 +213,7 @@ class CopiesCheck:
                     "dimension a part of the one across replicas"
                 )
         # All ranks of the replica must end at the same time.
-        missing = replica.max((norms.nan_to_num(0.0, 0.0, 0.0) == 0).double())
+        missing = replica.max((norms == 0).double())
         self._left -= 1 - missing
         if not (self._left > 0).any():
             self._backwards = 0
