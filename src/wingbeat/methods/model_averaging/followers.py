@@ -279,7 +279,7 @@ class Channel:
 
     def close(self, *, quick: bool) -> None:
         """Close it; ``quick`` without waiting for messages to arrive."""
-        if quick:
+        if quick or self.error is not None or self._detector.failed():
             self._mailbox.abandon()
             return
         with contextlib.suppress(PeerError):  # a peer may have died just now
