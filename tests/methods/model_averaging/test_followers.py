@@ -181,6 +181,41 @@ def test_all_ranks_replace_their_buffers_or_none(seed: int) -> None:
             assert not lost or (number, result) in fake.blamed
 
 
+@pytest.mark.parametrize("losing", [0, 1, 2])
+def test_state_that_one_rank_did_not_receive_is_received_by_none(losing: int) -> None:
+    boxes: list[queue.Queue[Any]] = [queue.Queue() for _ in range(3)]
+    channels: list[Any] = [FakeChannel(rank, 3, boxes) for rank in range(3)]
+    column: Any = FakeColumn([])
+    client: Any = Averages(0, set())
+    asked: list[tuple[int, int]] = []
+
+    def receive(rank: int, sender: int, active: Callable[[], bool]) -> bytes | None:
+        asked.append((rank, sender))
+        while sender == 1 and rank == 2 != losing and active():
+            time.sleep(1e-3)  # the sender sends nothing in this column
+        return None if (rank, sender) == (losing, 1) else bytes([rank, sender])
+
+    def follow(rank: int, found: dict[int, Any]) -> None:
+        follower = Follower(channels[rank], column)
+        found[rank] = follower.fetch_state(lambda s, _, active: receive(rank, s, active))
+
+    found: dict[int, Any] = {}
+    threads = [threading.Thread(target=follow, args=(r, found), daemon=True) for r in (1, 2)]
+    for thread in threads:
+        thread.start()
+    leader = Leader(channels[0], column)
+    with leader.call(Call.FETCH, client):
+        states = [
+            leader.receive(lambda s, _, active: receive(0, s, active), sender, 7, lambda: True)
+            for sender in (1, 2)
+        ]
+    for thread in threads:
+        thread.join(20.0)
+    assert states == [None, bytes([0, 2])]
+    assert found == {1: bytes([1, 2]), 2: bytes([2, 2])}
+    assert sorted(asked) == [(rank, sender) for rank in range(3) for sender in (1, 2)]
+
+
 # -- sessions of replicas of several ranks --------------------------------------------------------
 
 
