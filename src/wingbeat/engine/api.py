@@ -85,7 +85,8 @@ def distribute(
         optimizer: any ``torch.optim`` optimizer over parameters of ``model``.
         strategy: ``wingbeat.AllReduce()``, ``wingbeat.DeAR()``...
         world: the workers; default: those of `wingbeat.init`.
-        mesh: a mesh of all ranks of the job; default: each rank holds the whole model.
+        mesh: a mesh of all ranks of torch's default group, which are those of the job, or of this
+            replica (``WINGBEAT_REPLICA``); default: each rank holds the whole model.
         across: the name of the mesh's dimension across replicas; default: its first.
 
     Raises:

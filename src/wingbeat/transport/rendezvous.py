@@ -10,9 +10,9 @@ import multiprocessing
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,21 @@ import torch.distributed.nn.functional
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.observe.log import log, log_to_stderr
 from wingbeat.schema import MAX_REAL, Length, MalformedMessage, Range, parse_json, to_json
-from wingbeat.transport import descriptors, encryption, graceful_shutdown, launchers, tcp
+from wingbeat.transport import (
+    descriptors,
+    encryption,
+    graceful_shutdown,
+    launchers,
+    replica_jobs,
+    tcp,
+)
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
 from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_running
 from wingbeat.transport.gloo import watch_listeners
 from wingbeat.transport.link import Link
 from wingbeat.transport.nccl import nccl_group
+from wingbeat.transport.replica_jobs import Claim, Former, ReplicaSettings, TorchJob
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import (
     KEY_VARIABLE,
@@ -48,6 +56,9 @@ _MAX_NAME_CHARS = 256
 
 _OVERWRITE_S = 2.0
 """Seconds for rank 0 to overwrite a rejected value; after that it has another key."""
+
+StartGroup: TypeAlias = Callable[[Sequence[nic.Interface]], None]
+"""Starts torch's default group on one of the interfaces that connect the hosts."""
 
 _RELEASE_S, _RELEASE_POLL_S = 5.0, 0.2
 """Seconds for a process to exit before the next process of its rank is refused, and between two
@@ -205,6 +216,11 @@ def init(
     A worker may be restarted alone while the others continue and the store still exists. It
     connects to no other worker, `World.returned` is True, and it can open groups.
 
+    With ``WINGBEAT_REPLICA``, ``WINGBEAT_REPLICAS`` and ``WINGBEAT_STORE``, the launcher has
+    started one replica of several. The world has the ranks of all replicas, and torch's default
+    group those of this one. A replica may be restarted as a whole, and all of its ranks have
+    `World.returned`.
+
     Args:
         timeout: seconds without a sign of life from a worker's process after which a wait for it
             fails, here and in training. For a worker that is alive and not itself waiting, the wait
@@ -237,12 +253,30 @@ def init(
         world_module.set_current(before)  # the caller may continue to use it
         raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
     key = job_key(os.environ)
+    settings = replica_jobs.settings_of(os.environ)
+    if settings is not None:
+        world = _init_replica(settings, timeout, interfaces, encrypted, dscp, key)
+    else:
+        world = _init_torch_job(timeout, interfaces, encrypted, cuda, dscp, key)
+    world_module.set_current(world)
+    if world.rank == 0:
+        log_to_stderr()
+    graceful_shutdown.close_at_exit(world, shutdown)
+    return world
+
+
+def _init_torch_job(
+    timeout: float,
+    interfaces: Sequence[str] | None,
+    encrypted: bool | None,
+    cuda: str,
+    dscp: int,
+    key: bytes | None,
+) -> World:
+    """Return the world of the ranks of one torch job."""
     met_by_torch = dist.is_initialized()
     rank, size, store = _rendezvous(timeout)
-    # The prefix separates the keys of successive worlds in one process, and of a restart by
-    # torchrun, which reuses the store.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    place = f"{attempt}/{next(_generation)}"
+    place = _next_place()
     store = dist.PrefixStore(f"wingbeat/{place}", store)
     own = _own_connection(store, size)
     first = TorchStore(own, None if key is None else Authenticator(key, place))
@@ -256,19 +290,106 @@ def init(
         if key is not None:
             world.store = TorchStore(own, Authenticator(key, f"{place}/{job}"))
         incarnation = _claim_rank(world, alone=not met_by_torch)
+        # Groups of torch accept no late members.
+        start = functools.partial(_start_default_group, store, world, rank, size)
         try:
-            _join(world, store, interfaces, key)
+            _join(world, store, interfaces, key, None if world.returned else start)
         except BaseException:
             incarnation.close()
             raise
         world.on_closed(incarnation.close)  # another process may then claim its rank
     elif not dist.is_initialized():
         _init_default_group(world, store=dist.HashStore(), rank=0, world_size=1)
-    world_module.set_current(world)
-    if rank == 0:
-        log_to_stderr()
-    graceful_shutdown.close_at_exit(world, shutdown)
     return world
+
+
+def _next_place() -> str:
+    """Return a prefix that separates the keys of successive worlds in one process.
+
+    It also separates those of a restart by torchrun, which reuses the store.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{attempt}/{next(_generation)}"
+
+
+def _init_replica(
+    settings: ReplicaSettings,
+    timeout: float,
+    interfaces: Sequence[str] | None,
+    encrypted: bool | None,
+    dscp: int,
+    key: bytes | None,
+) -> World:
+    """Return the world of the ranks of all replicas, one of which is this torch job."""
+    torch_rank, torch_size, torch_store = _rendezvous(timeout)
+    place = _next_place()
+    torch_store = dist.PrefixStore(f"wingbeat/{place}", torch_store)
+    rank, size = settings.number * torch_size + torch_rank, settings.replicas * torch_size
+    inside = World(
+        *(torch_rank, torch_size, (), (), timeout),
+        TorchStore(
+            _own_connection(torch_store, torch_size),
+            None if key is None else Authenticator(key, f"replica {settings.number}/{place}"),
+        ),
+        members=tuple(range(rank - torch_rank, rank - torch_rank + torch_size)),
+    )
+    answers = inside.exchange("replica", [*settings, secrets.token_hex(8)], list[Any])
+    replica_jobs.refuse_unequal([each[:-1] for each in answers])
+    torch_job = TorchJob(rank - torch_rank, torch_size, str(answers[0][-1]))
+    # Without the number of restarts: a restarted replica reads what its former processes read.
+    name = os.environ.get(launchers.JOB, "")
+    prefix = f"wingbeat/replicas/{name}/{place.rpartition('/')[2]}"
+    shared = dist.PrefixStore(prefix, replica_jobs.reach_store(settings, rank, timeout))
+    store = TorchStore(shared, None if key is None else Authenticator(key, prefix))
+    replica_jobs.check_counts(store, settings, torch_size)
+    job = check_job(store, rank, size, name, timeout, settings.where)
+    if key is not None:
+        store = TorchStore(shared, Authenticator(key, f"{prefix}/{job}"))
+    world = World(
+        *(rank, size, (), (), timeout, store),
+        encrypted=encrypted,
+        dscp=dscp,
+        nccl_devices=frozenset(),  # NCCL needs a group of torch with all ranks
+        torch_job=torch_job,
+    )
+    incarnation = _claim_in_replica(world, settings, torch_job, inside)
+    try:
+        if world.returned:
+            replica_jobs.require_others(store, settings, torch_job, rank)
+        start = functools.partial(_start_default_group, torch_store, world, torch_rank, torch_size)
+        _join(world, shared, interfaces, key, start)
+        replica_jobs.publish_joined(store, rank, incarnation.address.to_text())
+    except BaseException:
+        incarnation.close()
+        raise
+    world.on_closed(incarnation.close)
+    return world
+
+
+def _claim_in_replica(
+    world: World, settings: ReplicaSettings, torch_job: TorchJob, inside: World
+) -> LivenessListener:
+    """Claim this rank, and agree in the replica whether all of its ranks were restarted."""
+    incarnation = None
+    assert isinstance(world.store, TorchStore)
+    try:
+        incarnation = _listen(world.rank, settings.host, replica_jobs.STORE)
+        replaced = claim_rank(
+            *(world.store, world.rank, incarnation.address, world.timeout, settings.where),
+            exiting_s=replica_jobs.EXITING_S,
+        )
+        own = Claim(replica_jobs.former_of(world.store, world.rank, replaced))
+    except RendezvousError as error:
+        own = Claim(Former.NONE, str(error))
+    try:
+        claims = inside.exchange("claim", own, Claim)
+        world.returned = replica_jobs.agree(settings, torch_job, claims)
+    except BaseException:
+        if incarnation is not None:
+            incarnation.close()
+        raise
+    assert incarnation is not None, "agree() raises the error of each rank"
+    return incarnation
 
 
 def _check_arguments(timeout: float, encrypted: bool | None, cuda: str, dscp: int) -> None:
@@ -316,7 +437,7 @@ def connect(
     )
     world = World(rank, size, (), (), timeout, signed, encrypted=encryption.choose(None))
     if size > 1:
-        _connect(world, None, interfaces, key)
+        _connect(world, interfaces, key)
     return world
 
 
@@ -346,7 +467,7 @@ def connect_column(job: World, members: Sequence[int], name: str) -> World:
     if size > 1:
         named = list(job.interfaces) or None
         try:
-            _connect(world, None, named, job_key(os.environ))
+            _connect(world, named, job_key(os.environ))
         except RendezvousError as error:
             raise RendezvousError(
                 f"{error} (rank {job.rank} connects replicas, whose numbers these are: replica 0 "
@@ -430,12 +551,7 @@ def _claim_rank(world: World, *, alone: bool) -> LivenessListener:
     ``alone`` is whether the worker may be restarted alone: groups of torch accept no late members.
     """
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        incarnation = LivenessListener(host)
-    except OSError as err:
-        raise RendezvousError(
-            f"rank {world.rank} cannot listen on its interface towards {host} (MASTER_ADDR): {err}"
-        ) from None
+    incarnation = _listen(world.rank, host, "MASTER_ADDR")
     try:
         assert isinstance(world.store, TorchStore)
         place = incarnation.address
@@ -451,16 +567,31 @@ def _claim_rank(world: World, *, alone: bool) -> LivenessListener:
     return incarnation
 
 
+def _listen(rank: int, host: str, variable: str) -> LivenessListener:
+    try:
+        return LivenessListener(host)
+    except OSError as err:
+        raise RendezvousError(
+            f"rank {rank} cannot listen on its interface towards {host} ({variable}): {err}"
+        ) from None
+
+
 def claim_rank(
-    store: TorchStore, rank: int, own: ProcessAddress, seconds: float, where: str
+    store: TorchStore,
+    rank: int,
+    own: ProcessAddress,
+    seconds: float,
+    where: str,
+    exiting_s: float = _RELEASE_S,
 ) -> bool:
     """Claim a rank, and return whether a former process has exited.
 
-    Waits up to ``seconds`` for a process that is exiting. A `RendezvousError` names the address of
-    a running process that holds the rank. ``where`` is the store's address for error messages.
+    Waits up to ``exiting_s`` for a process that is exiting, and at most ``seconds``. A
+    `RendezvousError` names the address of a running process that holds the rank. ``where`` is the
+    store's address for error messages.
     """
     key, text = f"here/{rank}", own.to_text()
-    deadline = time.monotonic() + min(seconds, _RELEASE_S)
+    deadline = time.monotonic() + min(seconds, exiting_s)
     try:
         first = found = store.replace(key, "", text)
         while found != text:
@@ -495,10 +626,14 @@ def _join(
     store: dist.Store,
     named: Sequence[str] | None,
     key: bytes | None,
+    start: StartGroup | None,
 ) -> None:
-    """Connect to the others, or to none if this worker was restarted alone."""
+    """Connect to the others, or to none if this worker was restarted alone.
+
+    ``store`` is torch's; ``start`` is as in `_connect`.
+    """
     if not world.returned:
-        _connect(world, store, named, key)
+        _connect(world, named, key, start)
         return
     # The others are connected to the former process.
     hosts = world.replay_exchange("interfaces", nic.Host)
@@ -507,6 +642,8 @@ def _join(
     world.networks = _check_networks(world.replay_exchange("networks", list[str]))
     world.interfaces = tuple(interface.name for interface in chosen)
     world.speeds = _read_speeds(world, len(chosen))
+    if start is not None:
+        start(chosen)
     answers = world.replay_exchange("connections")
     links = tcp.rejoin(
         *(world.rank, chosen, answers, key, world.store),
@@ -524,11 +661,11 @@ def _join(
 
 def _connect(
     world: World,
-    store: dist.Store | None,
     named: Sequence[str] | None,
     key: bytes | None,
+    start: StartGroup | None = None,
 ) -> None:
-    """Connect to the others; ``store``: of torch, to start its default group; None: leave it."""
+    """Connect to the others; ``start`` starts torch's default group, unless it is None."""
     rank, size = world.rank, world.size
     hosts = world.exchange("interfaces", to_json(nic.local()), nic.Host)
     world.layout = _layout_of(rank, hosts, whole=not world.members)
@@ -546,8 +683,8 @@ def _connect(
         + size * (rank == 0),
         f"rank {rank}: connecting {size} ranks",
     )
-    if store is not None:
-        _start_default_group(store, world, chosen)
+    if start is not None:
+        start(chosen)
     world.links = links = tcp.connect(
         *(rank, chosen, world.exchange, key, world.timeout, world.store),
         encrypted=world.encrypted,
@@ -621,7 +758,9 @@ def _check_networks(answers: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], 
     return tuple(map(tuple, answers))
 
 
-def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.Interface]) -> None:
+def _start_default_group(
+    store: dist.Store, world: World, rank: int, size: int, chosen: Sequence[nic.Interface]
+) -> None:
     """Start torch's default group on an interface that connects the hosts.
 
     By default gloo listens on the address of the host's name, often a loopback address.
@@ -633,8 +772,8 @@ def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.I
             _init_default_group(
                 world,
                 store=dist.PrefixStore("default", store),
-                rank=world.rank,
-                world_size=world.size,
+                rank=rank,
+                world_size=size,
                 timeout=timedelta(seconds=world.timeout),
             )
         except RuntimeError as err:
