@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -25,6 +28,9 @@ docs/how-to/restart-replicas.md has an example.
 """
 
 
+_POLL_S = 0.1
+
+
 def register(app: typer.Typer) -> None:
     """Register the command."""
     app.command("store", help=HELP)(store)
@@ -34,12 +40,26 @@ def store(
     port: Annotated[int, typer.Option(help="TCP port; 0: any free one.")] = 29400,
 ) -> None:
     """Serve a store until SIGINT or SIGTERM."""
+    from wingbeat.methods.model_averaging.service import GeneratorConfig
+    from wingbeat.observe.log import log_to_stderr
+    from wingbeat.schema import parse_json
+    from wingbeat.transport.hosted_services import ServiceHost
     from wingbeat.transport.replica_jobs import serve_store
+    from wingbeat.transport.torch_store import job_key
+
+    def generator(text: str) -> GeneratorConfig:
+        # Its interfaces are those of a worker's host.
+        return replace(parse_json(GeneratorConfig, text), interfaces=())
 
     if not 0 <= port < 1 << 16:
         raise UsageError(f"--port {port}: allowed are 0 to 65535")
-    ending = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # for the threads of the store too
+    log_to_stderr()
+    key, ending = job_key(os.environ), threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ending.set())
     served = serve_store(port)
+    host = ServiceHost(served.clone(), key, {GeneratorConfig.module: generator})
     print(f"wingbeat store: serving at port {served.port}", flush=True)
-    signal.sigwait(ending)
+    while not ending.wait(_POLL_S):
+        host.poll()
+    host.close()

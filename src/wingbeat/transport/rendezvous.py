@@ -36,9 +36,12 @@ from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
 from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_running
 from wingbeat.transport.gloo import watch_listeners
+from wingbeat.transport.hosted_services import request_service
 from wingbeat.transport.link import Link
 from wingbeat.transport.nccl import nccl_group
 from wingbeat.transport.replica_jobs import Claim, Former, ReplicaSettings, TorchJob
+from wingbeat.transport.services import Service, ServiceConfig
+from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import (
     KEY_VARIABLE,
@@ -339,18 +342,20 @@ def _init_replica(
     # Without the number of restarts: a restarted replica reads what its former processes read.
     name = os.environ.get(launchers.JOB, "")
     prefix = f"wingbeat/replicas/{name}/{place.rpartition('/')[2]}"
-    shared = dist.PrefixStore(prefix, replica_jobs.reach_store(settings, rank, timeout))
-    store = TorchStore(shared, None if key is None else Authenticator(key, prefix))
+    root = replica_jobs.reach_store(settings, rank, timeout)
+    shared = dist.PrefixStore(prefix, root)
+    store = TorchStore(shared, None if key is None else Authenticator(key, prefix), prefix)
     replica_jobs.check_counts(store, settings, torch_size)
     job = check_job(store, rank, size, name, timeout, settings.where)
     if key is not None:
-        store = TorchStore(shared, Authenticator(key, f"{prefix}/{job}"))
+        store = TorchStore(shared, Authenticator(key, f"{prefix}/{job}"), prefix)
     world = World(
         *(rank, size, (), (), timeout, store),
         encrypted=encrypted,
         dscp=dscp,
         nccl_devices=frozenset(),  # NCCL needs a group of torch with all ranks
         torch_job=torch_job,
+        host_service=functools.partial(_host_service, root),
     )
     incarnation = _claim_in_replica(world, settings, torch_job, inside)
     try:
@@ -364,6 +369,12 @@ def _init_replica(
         raise
     world.on_closed(incarnation.close)
     return world
+
+
+def _host_service(root: dist.Store, config: ServiceConfig, store: AtomicStore) -> Service:
+    own = store.own if isinstance(store, ColumnStore) else store
+    assert isinstance(own, TorchStore)
+    return request_service(root, config, own)
 
 
 def _claim_in_replica(
@@ -463,6 +474,7 @@ def connect_column(job: World, members: Sequence[int], name: str) -> World:
         dscp=job.dscp,
         nccl_devices=job.nccl_devices,
         members=tuple(members),
+        host_service=job.host_service,
     )
     if size > 1:
         named = list(job.interfaces) or None
