@@ -110,10 +110,11 @@ def distribute(
     strategy.exchange.check_model(model)
     _check_returned(world, strategy)
     alike = world.size > 1 and not world.returned
-    if mesh is not None and world.returned:
+    if mesh is not None and world.returned and world.torch_job is None:
         raise UsageError(
             f"distribute(mesh=...) on rank {world.rank}, which was started again while the others "
-            "continue: start all workers again"
+            "continue: torch's default group accepts no restarted rank; start all workers again, "
+            "or each replica as a torch job of its own (WINGBEAT_REPLICA)"
         )
     told = None if mesh is None else describe(mesh, across)
     if alike:

@@ -296,7 +296,8 @@ def _init_torch_job(
         # Groups of torch accept no late members.
         start = functools.partial(_start_default_group, store, world, rank, size)
         try:
-            _join(world, store, interfaces, key, None if world.returned else start)
+            _join(world, interfaces, key, None if world.returned else start)
+            _forget_exit(world, store)
         except BaseException:
             incarnation.close()
             raise
@@ -362,7 +363,8 @@ def _init_replica(
         if world.returned:
             replica_jobs.require_others(store, settings, torch_job, rank)
         start = functools.partial(_start_default_group, torch_store, world, torch_rank, torch_size)
-        _join(world, shared, interfaces, key, start)
+        _join(world, interfaces, key, start)
+        _forget_exit(world, shared)
         replica_jobs.publish_joined(store, rank, incarnation.address.to_text())
     except BaseException:
         incarnation.close()
@@ -455,7 +457,8 @@ def connect(
 def connect_column(job: World, members: Sequence[int], name: str) -> World:
     """Connect some ranks of a job to each other, as a world of their own: a column of a mesh.
 
-    Every member must call it. Closing the world of the job closes it too.
+    Every member must call it; one that was restarted alone connects as in `init`. Closing the world
+    of the job closes it too.
 
     Args:
         job: the world that `init` returned.
@@ -475,11 +478,12 @@ def connect_column(job: World, members: Sequence[int], name: str) -> World:
         nccl_devices=job.nccl_devices,
         members=tuple(members),
         host_service=job.host_service,
+        returned=job.returned,
     )
     if size > 1:
         named = list(job.interfaces) or None
         try:
-            _connect(world, named, job_key(os.environ))
+            _join(world, named, job_key(os.environ))
         except RendezvousError as error:
             raise RendezvousError(
                 f"{error} (rank {job.rank} connects replicas, whose numbers these are: replica 0 "
@@ -635,14 +639,13 @@ def _parse_holder(rank: int, text: str, where: str) -> ProcessAddress:
 
 def _join(
     world: World,
-    store: dist.Store,
     named: Sequence[str] | None,
     key: bytes | None,
-    start: StartGroup | None,
+    start: StartGroup | None = None,
 ) -> None:
     """Connect to the others, or to none if this worker was restarted alone.
 
-    ``store`` is torch's; ``start`` is as in `_connect`.
+    ``start`` is as in `_connect`.
     """
     if not world.returned:
         _connect(world, named, key, start)
@@ -666,9 +669,14 @@ def _join(
     _open_groups(world, links)
     for link in links:  # they carry groups only, and are not the world's
         world.on_closed(link.close)
-    with contextlib.suppress(RuntimeError):  # an append-only store
-        for name in ("left", "failed"):
-            store.delete_key(f"{name}/{world.rank}")  # the rank has rejoined
+
+
+def _forget_exit(world: World, store: dist.Store) -> None:
+    """Delete how the former process of this rank has left: the rank has rejoined."""
+    if world.returned:
+        with contextlib.suppress(RuntimeError):  # an append-only store
+            for name in ("left", "failed"):
+                store.delete_key(f"{name}/{world.rank}")
 
 
 def _connect(

@@ -211,10 +211,12 @@ class GroupSession:
             timeout=world.timeout,
             rules=rules,
             seed=seed,
+            hosted=world.host_service is not None,
         )
         try:
             if world.rank == 0 and not world.returned:
-                self._service = (ThreadService if world.threads else ProcessService)(config, store)
+                own = ThreadService if world.threads else ProcessService
+                self._service = (world.host_service or own)(config, store)
             self._mailbox, self.client = config.client(
                 store, world.rank, world.returned, is_running
             )
