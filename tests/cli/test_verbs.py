@@ -44,7 +44,8 @@ def test_verbs_are_the_documented_ones() -> None:
 
 
 def test_the_documentation_lists_verbs_at_all() -> None:
-    assert {"lab run", "lab stats", "lab doctor", "bench", "demo", "plan", "store", "top"} == _documented()
+    lab = {"lab run", "lab stats", "lab doctor"}
+    assert lab | {"bench", "demo", "plan", "store", "top"} == _documented()
 
 
 @pytest.mark.parametrize(

@@ -652,7 +652,7 @@ def _join(
         return
     # The others are connected to the former process.
     hosts = world.replay_exchange("interfaces", nic.Host)
-    world.layout = _layout_of(world.rank, hosts)
+    world.layout = _layout_of(world, hosts)
     chosen = nic.choose(hosts, world.rank, named)
     world.networks = _check_networks(world.replay_exchange("networks", list[str]))
     world.interfaces = tuple(interface.name for interface in chosen)
@@ -688,7 +688,7 @@ def _connect(
     """Connect to the others; ``start`` starts torch's default group, unless it is None."""
     rank, size = world.rank, world.size
     hosts = world.exchange("interfaces", to_json(nic.local()), nic.Host)
-    world.layout = _layout_of(rank, hosts, whole=not world.members)
+    world.layout = _layout_of(world, hosts)
     chosen = nic.choose(hosts, rank, named)
     world.networks = _exchange_networks(world, chosen)
     world.interfaces = tuple(interface.name for interface in chosen)
@@ -742,14 +742,16 @@ def _read_speeds(world: World, links: int) -> tuple[float, ...]:
     return speeds
 
 
-def _layout_of(rank: int, hosts: Sequence[nic.Host], whole: bool = True) -> Layout:
-    """Return the layout of the ranks.
-
-    ``whole``: they are all of the job; a warning if the launcher placed more or fewer here.
-    """
+def _layout_of(world: World, hosts: Sequence[nic.Host]) -> Layout:
+    """Return the layout of the ranks; warn if the launcher placed more or fewer here."""
     layout = Layout.by_name(host.identity for host in hosts)
-    found, told = _local_ranks(layout, rank), os.environ.get("LOCAL_WORLD_SIZE", "")
-    if whole and told.isdecimal() and int(told) != found:
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if world.members or not told.isdecimal():  # a column has a part of the ranks
+        return layout
+    rank, job = world.rank, world.torch_job
+    launched = range(world.size) if job is None else range(job.first, job.first + job.size)
+    found = sum(hosts[each].identity == hosts[rank].identity for each in launched)
+    if int(told) != found:
         log.warning(
             "rank %d: LOCAL_WORLD_SIZE is %s, but %d of the ranks are on its host: a container "
             "with a network namespace of its own is a host; start it with the network of the host",
