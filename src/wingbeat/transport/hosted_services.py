@@ -104,7 +104,7 @@ class ServiceHost:
         self.running: list[Service] = []
 
     def poll(self) -> None:
-        """Start what was requested since the last call, and forget what has ended."""
+        """Start what was requested since the last call, and drop what has ended."""
         for service in [each for each in self.running if each.ended() is not None]:
             log.info("%s", service.ended())
             service.close(0.0)

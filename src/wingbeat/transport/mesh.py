@@ -196,7 +196,7 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
         place = 0 if across is None else told["names"].index(across)
     key = f"{told['shape']}{told['ranks']}{place}"
     if key not in known:
-        # Processes of a replica that was restarted connect to each other anew.
+        # Processes of a replica that was restarted connect to each other again.
         life = "" if job.torch_job is None else job.torch_job.life
         if place is None:
             replicas = torch.arange(job.size).reshape(-1, size)

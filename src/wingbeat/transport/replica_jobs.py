@@ -32,7 +32,7 @@ _MAX_ERROR_CHARS = 600
 
 
 class ReplicaSettings(NamedTuple):
-    """What the environment says of a replica: its number, how many there are, and their store."""
+    """A replica by the environment: its number, how many there are, and their store."""
 
     number: int
     replicas: int
@@ -152,7 +152,8 @@ class _Counts(NamedTuple):
 def check_counts(store: TorchStore, settings: ReplicaSettings, ranks: int) -> None:
     """Check that all replicas of the job have ``ranks`` ranks each, and agree on their number.
 
-    The first process writes both. A `UsageError` names both values.
+    The first process writes both. A `UsageError` names both values. A `RendezvousError` if the
+    store does not answer, or has something else.
     """
     own, where, me = _Counts(settings.replicas, ranks), settings.where, f"replica {settings.number}"
     try:

@@ -1,4 +1,4 @@
-"""What workers run in `test_replica_jobs`: replicas of two processes, each a torch job."""
+"""What workers run in `test_replica_training`: replicas of two processes, each a torch job."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-import replica_job_cases as cases
+import replica_training_cases as cases
 import torch.distributed as dist
 
 from helpers.pool import Pool
 from wingbeat.transport.replica_jobs import serve_store
 
 HERE = Path(__file__).parent
-SCRIPT = HERE / "replica_job_script.py"
+SCRIPT = HERE / "replica_training_script.py"
 
 Stores: TypeAlias = tuple[list[dist.TCPStore], dist.TCPStore]
 """Those of two torch jobs, and the one of the whole job."""
@@ -87,7 +87,7 @@ def test_ranks_of_a_torch_job_with_several_numbers_are_refused(job: Pool, stores
 
 
 class Replicas:
-    """Two replicas of two processes, each under a torchrun, that train `replica_job_script`.
+    """Two replicas of two processes, each under a torchrun, that train `replica_training_script`.
 
     Args:
         folder: for the reports of the processes.
