@@ -136,7 +136,10 @@ class Replicas:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("row", "victim"), [("localsgd:every=2", 0), ("diloco:every=3", 1)])
+@pytest.mark.parametrize(
+    ("row", "victim"),
+    [("localsgd:every=2", 0), ("localsgd:average_state=true", 1), ("diloco:every=3", 1)],
+)
 def test_killed_replica_rejoins_and_all_have_the_same_weights(
     row: str, victim: int, tmp_path: Path
 ) -> None:
