@@ -1,4 +1,4 @@
-"""What a process of `test_replica_training` runs under torchrun: train until a file says to stop."""
+"""What a process of `test_replica_training` runs: train until a file says to stop."""
 
 from __future__ import annotations
 
