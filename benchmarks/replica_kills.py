@@ -189,6 +189,15 @@ class ReplicaKiller(Killer):
         report = json.loads((self._folder / f"at-{rank}").read_text())
         os.kill(report["pids"][place], signal.SIGKILL)
 
+    def _kill(self, rank: int, *, back: bool) -> dict[str, Any]:
+        found = super()._kill(rank, back=back)
+        print(
+            f"kill {len(self.kills) + 1}, of replica {rank}: the others stood still for "
+            f"{found['still_s']:.2f} s; it is back after {found['back_s']:.1f} s",
+            flush=True,
+        )
+        return found
+
 
 def judged(kills: int, report: dict[str, Any]) -> list[str]:
     """Return the missed limits."""

@@ -45,6 +45,7 @@ from wingbeat.observe.reporter import (
     places,
 )
 from wingbeat.parts.strategy import Strategy
+from wingbeat.traits import MEANS
 from wingbeat.transport.mesh import column_of, describe, refuse_unequal
 from wingbeat.transport.torch_store import is_append_only
 from wingbeat.transport.world import World, current
@@ -115,6 +116,12 @@ def distribute(
             f"distribute(mesh=...) on rank {world.rank}, which was started again while the others "
             "continue: torch's default group accepts no restarted rank; start all workers again, "
             "or each replica as a torch job of its own (WINGBEAT_REPLICA)"
+        )
+    if mesh is not None and world.returned and MEANS not in strategy.exchange.has:
+        raise UsageError(
+            f"distribute(mesh=...) on rank {world.rank}, whose replica was started again while the "
+            f"others continue, which {strategy!r} cannot let in: train with wingbeat.Ripples(), "
+            "LocalSGD() or DiLoCo(), or start all replicas again"
         )
     told = None if mesh is None else describe(mesh, across)
     if alike:
