@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from wingbeat.errors import RendezvousError
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.schema import parse_json
@@ -56,6 +59,16 @@ def key(request: Any, monkeypatch: pytest.MonkeyPatch) -> str | None:
     return request.param  # type: ignore[no-any-return]
 
 
+def request(host: ServiceHost, root: dist.Store, own: TorchStore) -> None:
+    """Request a service in a thread while the host polls."""
+    with ThreadPoolExecutor() as pool:
+        future = pool.submit(request_service, root, CONFIG, own)
+        while not future.done():
+            host.poll()
+            time.sleep(0.001)
+        future.result()
+
+
 def part(root: dist.Store, key: str | None) -> TorchStore:
     """The store of a column of a job, as workers use it."""
     auth = None if key is None else Authenticator(key.encode(), "jobs/a/name")
@@ -68,8 +81,7 @@ def test_requested_service_works_with_the_same_part_of_the_store(key: str | None
     host, own = host_of(root, key), part(root, key)
     host.poll()
     assert host.running == []
-    request_service(root, CONFIG, own)
-    host.poll()
+    request(host, root, own)
     (started,) = host.running
     assert isinstance(started, Started)
     assert started.config == CONFIG
@@ -83,15 +95,14 @@ def test_requests_start_services_once_each_and_ended_ones_make_room(
     monkeypatch.setattr(hosted_services, "MAX_SERVICES", 2)
     root = dist.HashStore()
     host, own = host_of(root), part(root, None)
-    for _ in range(3):  # the third is refused
-        request_service(root, CONFIG, own)
-    host.poll()
-    host.poll()
+    for _ in range(2):
+        request(host, root, own)
+    with pytest.raises(RendezvousError, match="not started by `wingbeat store`: 2 services run"):
+        request(host, root, own)
     assert len(host.running) == 2
     first, second = host.running
     first.how = "ended"  # type: ignore[attr-defined]
-    request_service(root, CONFIG, own)
-    host.poll()
+    request(host, root, own)
     assert host.running[0] is second
     assert len(host.running) == 2
     assert first.calls == ["close"]  # type: ignore[attr-defined]
@@ -107,8 +118,7 @@ def test_malformed_request_starts_nothing_and_does_not_block_the_next(text: str)
     root = dist.HashStore()
     host = host_of(root)
     root.set("wingbeat/services/0", text)
-    request_service(root, CONFIG, part(root, None))
-    host.poll()
+    request(host, root, part(root, None))
     assert [each.config for each in host.running] == [CONFIG]  # type: ignore[attr-defined]
 
 
@@ -119,6 +129,14 @@ def test_request_without_the_jobs_key_is_overwritten(monkeypatch: pytest.MonkeyP
     root.set("wingbeat/services/0", json.dumps([CONFIG.module, CONFIG.to_json(), "", "", ""]))
     host.poll()
     assert host.running == []
-    request_service(root, CONFIG, part(root, KEY))
-    host.poll()
+    request(host, root, part(root, KEY))
     assert len(host.running) == 1
+
+
+def test_request_that_is_not_served_fails_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosted_services, "ANSWER_S", 0.1)
+    root = dist.HashStore()
+    with pytest.raises(
+        RendezvousError, match=r"the group generator .* serve it by `wingbeat store`"
+    ):
+        request_service(root, CONFIG, part(root, None))

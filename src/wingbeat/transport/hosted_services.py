@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.observe.log import log
-from wingbeat.schema import MalformedMessage, Text, parse_json
+from wingbeat.schema import MalformedMessage, Text, parse_json, printable
 from wingbeat.transport.services import ProcessService, Service, ServiceConfig
+from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import Authenticator, TorchStore, job_key
 
 MAX_SERVICES = 64
@@ -26,6 +27,10 @@ MAX_SERVICES = 64
 
 _MAX_REQUESTS = 1 << 20
 _CONTEXT = "services"
+_STARTED = "started"
+
+ANSWER_S = 30.0
+"""Maximum seconds to wait for the answer to a request."""
 
 Configs = Mapping[str, Callable[[str], ServiceConfig]]
 """By module: what parses the configuration of a service, or raises a `MalformedMessage`."""
@@ -64,9 +69,9 @@ class HostedService:
 
 
 def request_service(root: dist.Store, config: ServiceConfig, store: TorchStore) -> HostedService:
-    """Have the process that serves the store ``root`` start a service.
+    """Have the process that serves the store ``root`` start a service; wait until it has.
 
-    ``store`` is the part that it works with. A `RendezvousError` if the store does not answer.
+    ``store`` is the part that it works with. A `RendezvousError` if it was not started.
     """
     signed = _requests(root, job_key(os.environ))
     context = "" if store.authenticator is None else store.authenticator.context
@@ -75,10 +80,20 @@ def request_service(root: dist.Store, config: ServiceConfig, store: TorchStore) 
     try:
         for number in range(_MAX_REQUESTS):
             if signed.claim(_name(number), text) == text:
-                return HostedService()
+                break
+        answer = signed.get(_answer(number), min(config.timeout, ANSWER_S))
     except TimeoutError as error:
-        raise RendezvousError(f"{config.me}: the store does not answer: {error}") from None
-    raise RendezvousError(f"{config.me}: the store is full: start `wingbeat store` again")
+        raise RendezvousError(
+            f"{config.me} was not started by the process that serves the store: {error}; serve it "
+            "by `wingbeat store`, with the WINGBEAT_JOB_KEY of the workers, or none if they have "
+            "none"
+        ) from None
+    if answer != _STARTED:
+        raise RendezvousError(
+            f"{config.me} was not started by `wingbeat store`: {printable(answer[:200])}; read "
+            "its log"
+        )
+    return HostedService()
 
 
 class ServiceHost:
@@ -110,11 +125,14 @@ class ServiceHost:
             service.close(0.0)
             self.running.remove(service)
         while (text := self._read()) is not None:
+            number, answer = self._next, _STARTED
             self._next += 1
             try:
                 self._serve(parse_json(ServiceRequest, text, "a request"))
-            except (MalformedMessage, UsageError, OSError) as error:
-                log.warning("a requested service is not started: %s", error)
+            except (MalformedMessage, UsageError, OSError, RuntimeError) as error:
+                answer = first_line(error)
+                log.warning("a requested service is not started: %s", answer)
+            self._requests.set(_answer(number), answer)
 
     def close(self) -> None:
         """End all services."""
@@ -147,3 +165,7 @@ def _requests(root: dist.Store, key: bytes | None) -> TorchStore:
 
 def _name(number: int) -> str:
     return f"wingbeat/services/{number}"
+
+
+def _answer(number: int) -> str:
+    return f"wingbeat/services/{number}/answer"

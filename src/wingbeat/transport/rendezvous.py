@@ -39,7 +39,13 @@ from wingbeat.transport.gloo import watch_listeners
 from wingbeat.transport.hosted_services import request_service
 from wingbeat.transport.link import Link
 from wingbeat.transport.nccl import nccl_group
-from wingbeat.transport.replica_jobs import Claim, Former, ReplicaSettings, TorchJob
+from wingbeat.transport.replica_jobs import (
+    Claim,
+    Former,
+    Introduction,
+    ReplicaSettings,
+    TorchJob,
+)
 from wingbeat.transport.services import Service, ServiceConfig
 from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.text import first_line
@@ -337,9 +343,10 @@ def _init_replica(
         ),
         members=tuple(range(rank - torch_rank, rank - torch_rank + torch_size)),
     )
-    answers = inside.exchange("replica", [*settings, secrets.token_hex(8)], list[Any])
-    replica_jobs.refuse_unequal([each[:-1] for each in answers])
-    torch_job = TorchJob(rank - torch_rank, torch_size, str(answers[0][-1]))
+    own = Introduction(settings, secrets.token_hex(8))
+    answers = inside.exchange("replica", own, Introduction)
+    replica_jobs.refuse_unequal([each.settings for each in answers])
+    torch_job = TorchJob(rank - torch_rank, torch_size, answers[0].life)
     # Without the number of restarts: a restarted replica reads what its former processes read.
     name = os.environ.get(launchers.JOB, "")
     prefix = f"wingbeat/replicas/{name}/{place.rpartition('/')[2]}"
@@ -466,7 +473,8 @@ def connect_column(job: World, members: Sequence[int], name: str) -> World:
         name: distinguishes columns, the same on all members.
 
     Raises:
-        RendezvousError: ranks are missing; names rank, address, interface and duration.
+        RendezvousError: ranks are missing; names rank, address, interface and duration. Or the
+            former process of this rank was never connected to them.
     """
     assert isinstance(job.store, TorchStore)
     store = ColumnStore(job.store, f"column/{name}/{members[0]}")
@@ -480,6 +488,12 @@ def connect_column(job: World, members: Sequence[int], name: str) -> World:
         host_service=job.host_service,
         returned=job.returned,
     )
+    if size > 1 and job.returned and not world.has_published("speeds", rank):
+        raise RendezvousError(
+            f"rank {job.rank} cannot rejoin: its former process ended in distribute(), before it "
+            "was connected to the other replicas; start all replicas again, with another "
+            "WINGBEAT_JOB_ID, or after `wingbeat store` was started again"
+        )
     if size > 1:
         named = list(job.interfaces) or None
         try:
@@ -617,7 +631,7 @@ def claim_rank(
                 raise RendezvousError(
                     f"rank {rank} is taken: a process of the job whose store is at {where} has it, "
                     f"and still runs at {other.host} (port {other.port}); end that one first, or, "
-                    "if this is another job, give it a MASTER_PORT of its own"
+                    "if this is another job, give it a MASTER_PORT or WINGBEAT_JOB_ID of its own"
                 )
             if running:
                 time.sleep(_RELEASE_POLL_S)

@@ -45,6 +45,13 @@ class ReplicaSettings(NamedTuple):
         return f"{self.host}:{self.port} ({STORE})"
 
 
+class Introduction(NamedTuple):
+    """What a rank of a replica tells the others first: its settings, and a random text."""
+
+    settings: ReplicaSettings
+    life: str
+
+
 class TorchJob(NamedTuple):
     """The ranks of a job that one launcher has started: a replica, with a default group of torch.
 
