@@ -137,6 +137,6 @@ def test_request_that_is_not_served_fails_with_what_to_do(monkeypatch: pytest.Mo
     monkeypatch.setattr(hosted_services, "ANSWER_S", 0.1)
     root = dist.HashStore()
     with pytest.raises(
-        RendezvousError, match=r"the group generator .* serve it by `wingbeat store`"
+        RendezvousError, match=r"generator .* serve it by `wingbeat store`"
     ):
         request_service(root, CONFIG, part(root, None))
