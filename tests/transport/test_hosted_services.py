@@ -136,7 +136,5 @@ def test_request_without_the_jobs_key_is_overwritten(monkeypatch: pytest.MonkeyP
 def test_request_that_is_not_served_fails_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosted_services, "ANSWER_S", 0.1)
     root = dist.HashStore()
-    with pytest.raises(
-        RendezvousError, match=r"generator .* serve it by `wingbeat store`"
-    ):
+    with pytest.raises(RendezvousError, match=r"generator .* serve it by `wingbeat store`"):
         request_service(root, CONFIG, part(root, None))

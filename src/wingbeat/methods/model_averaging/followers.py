@@ -213,10 +213,10 @@ class Channel:
         self.timeout, self._replicas = world.timeout, world.size
         self._store: Store = world.store
         self._mailbox: Mailbox = open_mailbox(
-            replica.store,
+            replica.mesh_store,
             self.rank,
             self.peers,
-            namespace=room,
+            namespace=f"inside {replica.life} {room}",
             interfaces=("lo",) if world.threads else world.interfaces or None,
             classes=1,
             encrypted=encrypted,
