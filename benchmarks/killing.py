@@ -120,7 +120,7 @@ class Killer:
         others = [each for each in range(self._workers) if each != rank]
         said, before = self.said(rank) or {}, [self.said(each) or {} for each in others]
         begun, began = self._steps(others), time.monotonic()
-        put(self._home / f"kill-{rank}", back)
+        self._end(rank, back=back)
         self._lives[rank] += 1
         still, back_s, without = Standstill(others, began), None, 0
         while (back and back_s is None) or self._steps(others) < begun + TOGETHER:
@@ -136,6 +136,10 @@ class Killer:
             "back_s": back_s, "before": said, "others": before,
             "after": [self.said(each) or {} for each in others],
         }  # fmt: skip
+
+    def _end(self, rank: int, *, back: bool) -> None:
+        """Have a worker killed, and restarted if ``back``."""
+        put(self._home / f"kill-{rank}", back)
 
     def _together(self, ranks: Sequence[int]) -> int:
         """Wait until all have made some more steps; return the number of steps of all."""

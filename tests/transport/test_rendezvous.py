@@ -30,6 +30,7 @@ from wingbeat.transport import world as world_module
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.link import Link
 from wingbeat.transport.rendezvous import measure_speeds
+from wingbeat.transport.replica_jobs import TorchJob
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 from wingbeat.types import Layout
@@ -415,13 +416,19 @@ def test_ranks_with_one_host_identity_share_a_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts = [nic.Host(name, ()) for name in ("a", "b", "a", "c", "b")]
+    world = World(2, 5, (), (), 5.0, TorchStore(dist.HashStore()))
     for told in ("", "2", "many"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
-        assert rendezvous._layout_of(2, hosts) == Layout([0, 1, 0, 2, 1])
+        assert rendezvous._layout_of(world, hosts) == Layout([0, 1, 0, 2, 1])
     assert not caplog.messages
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    rendezvous._layout_of(2, hosts)
+    rendezvous._layout_of(world, hosts)
     assert "LOCAL_WORLD_SIZE is 4, but 2 of the ranks are on its host" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    world.torch_job = TorchJob(2, 2, "")  # rank 0, on the same host, was started by another one
+    assert rendezvous._layout_of(world, hosts) == Layout([0, 1, 0, 2, 1])
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

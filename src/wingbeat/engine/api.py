@@ -45,6 +45,7 @@ from wingbeat.observe.reporter import (
     places,
 )
 from wingbeat.parts.strategy import Strategy
+from wingbeat.traits import MEANS
 from wingbeat.transport.mesh import column_of, describe, refuse_unequal
 from wingbeat.transport.torch_store import is_append_only
 from wingbeat.transport.world import World, current
@@ -85,7 +86,8 @@ def distribute(
         optimizer: any ``torch.optim`` optimizer over parameters of ``model``.
         strategy: ``wingbeat.AllReduce()``, ``wingbeat.DeAR()``...
         world: the workers; default: those of `wingbeat.init`.
-        mesh: a mesh of all ranks of the job; default: each rank holds the whole model.
+        mesh: a mesh of all ranks of torch's default group, which are those of the job, or of this
+            replica (``WINGBEAT_REPLICA``); default: each rank holds the whole model.
         across: the name of the mesh's dimension across replicas; default: its first.
 
     Raises:
@@ -109,10 +111,17 @@ def distribute(
     strategy.exchange.check_model(model)
     _check_returned(world, strategy)
     alike = world.size > 1 and not world.returned
-    if mesh is not None and world.returned:
+    if mesh is not None and world.returned and world.torch_job is None:
         raise UsageError(
             f"distribute(mesh=...) on rank {world.rank}, which was started again while the others "
-            "continue: start all workers again"
+            "continue: torch's default group accepts no restarted rank; start all workers again, "
+            "or each replica as a torch job of its own (WINGBEAT_REPLICA)"
+        )
+    if mesh is not None and world.returned and MEANS not in strategy.exchange.has:
+        raise UsageError(
+            f"distribute(mesh=...) on rank {world.rank}, whose replica was started again while the "
+            f"others continue, which {strategy!r} cannot let in: train with wingbeat.Ripples(), "
+            "LocalSGD() or DiLoCo(), or start all replicas again"
         )
     told = None if mesh is None else describe(mesh, across)
     if alike:

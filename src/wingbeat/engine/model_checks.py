@@ -136,7 +136,7 @@ def check_placed(model: torch.nn.Module, world: World) -> None:
     named: Iterable[tuple[str, Any]] = model.named_parameters()
     for name, param in named:
         placements = getattr(param, "placements", ())
-        ranks = param.device_mesh.mesh.flatten().tolist() if placements else []
+        ranks = replica.mesh_ranks(param.device_mesh).flatten().tolist() if placements else []
         others = sorted({*ranks}.difference(replica.ranks))
         if others:
             raise UsageError(

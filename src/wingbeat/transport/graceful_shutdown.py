@@ -80,7 +80,7 @@ class _ExitHandler:
         self.pid = os.getpid()
         self.store, self.size, self.shutdown = world.store, world.size, shutdown
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.serves = world.rank == 0 and not agent
+        self.serves = world.rank == 0 and not agent and world.torch_job is None
 
 
 def _run_at_exit() -> None:
@@ -160,7 +160,8 @@ def on_terminate(save: Callable[[], object], *, grace: float = GRACE_S) -> None:
             scheduler's delay before SIGKILL.
 
     Raises:
-        UsageError: called before `init`, outside of the main thread, or with invalid arguments.
+        UsageError: called before `init`, outside of the main thread, with invalid arguments, or in
+            a job whose replicas are torch jobs of their own.
     """
     global _installed
     world = current()
@@ -168,6 +169,12 @@ def on_terminate(save: Callable[[], object], *, grace: float = GRACE_S) -> None:
         raise UsageError(f"on_terminate(save={save!r}): pass a function without arguments")
     if not isinstance(grace, (int, float)) or not 0 < grace < float("inf"):
         raise UsageError(f"grace={grace!r}: allowed are seconds above 0")
+    if world.torch_job is not None:
+        raise UsageError(
+            "on_terminate() was called in a job of several torch jobs (WINGBEAT_REPLICA): torchrun "
+            "sends SIGTERM to a replica that lost a process, and the others must continue; save "
+            "checkpoints during training"
+        )
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
             "on_terminate() was called outside of the main thread, but Python installs signal "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from wingbeat.transport.rendezvous import connect_column
 from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,8 @@ class Replica:
         replicas: the ranks of each replica of the job.
         mesh_store: a part of the job's store, for all ranks of the mesh.
         leader: the rank of the job that decides for the replica. The leaders are one column.
+        first: rank in the job of rank 0 of torch's default group.
+        life: distinguishes the processes of a restarted replica from its former ones.
     """
 
     number: int
@@ -47,6 +52,8 @@ class Replica:
     replicas: tuple[tuple[int, ...], ...]
     mesh_store: AtomicStore
     leader: int
+    first: int = 0
+    life: str = ""
 
     @property
     def size(self) -> int:
@@ -59,7 +66,12 @@ class Replica:
 
     def group_ranks(self, name: str) -> list[int]:
         """Return the ranks along a dimension, of the job."""
-        ranks: list[int] = dist.get_process_group_ranks(self.groups[self.names.index(name)])
+        ranks = dist.get_process_group_ranks(self.groups[self.names.index(name)])
+        return [self.first + rank for rank in ranks]
+
+    def mesh_ranks(self, mesh: DeviceMesh) -> torch.Tensor:
+        """Return the ranks of a mesh of torch, of the job."""
+        ranks: torch.Tensor = mesh.mesh + self.first
         return ranks
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -127,20 +139,13 @@ _columns: weakref.WeakKeyDictionary[World, dict[str, World]] = weakref.WeakKeyDi
 """The columns of each job, by mesh: two models of one mesh share the connections."""
 
 
-def column_of(job: World, mesh: Any, across: str | None) -> World:
-    """Return the world of the ranks with which this rank exchanges. Every rank must call it.
+def _torch_ranks(job: World) -> tuple[int, int]:
+    """Return the first rank of torch's default group, in the job, and the number of its ranks."""
+    return (0, job.size) if job.torch_job is None else job.torch_job[:2]
 
-    Args:
-        job: the world that `init` returned.
-        mesh: of all ranks of the job, equal on all of them.
-        across: the dimension across replicas; None: the first.
 
-    Raises:
-        UsageError: the mesh has no such dimension, or not all ranks of the job.
-        RendezvousError: ranks are missing.
-    """
-    told = describe(mesh, across)
-    names: list[str] = told["names"] or [str(i) for i in range(len(told["shape"]))]
+def _check_mesh(job: World, told: dict[str, Any], across: str | None) -> None:
+    """Raise a `UsageError` for a mesh that is impossible in the job; ``told``: see `describe`."""
     if job.threads or job.members or job.group is not None:
         raise UsageError("distribute(mesh=...): the world must be that of wingbeat.init()")
     if across is not None and across not in told["names"]:
@@ -148,16 +153,25 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
             f"distribute(across={across!r}): the mesh has no such dimension; it has "
             f"{', '.join(map(repr, told['names'])) or 'no names: give init_device_mesh names'}"
         )
-    if sorted(told["ranks"]) != list(range(job.size)):
+    part = job.torch_job
+    if part is not None and across is not None:
         raise UsageError(
-            f"distribute(mesh=...): the mesh has ranks {_listed(told['ranks'])}, and the job ranks "
-            f"{_listed(range(job.size))}: pass the whole mesh, of all ranks, not a part of it"
+            f"distribute(across={across!r}): this torch job is one replica (WINGBEAT_REPLICA), and "
+            "its mesh has no dimension across replicas: leave across out"
         )
-    of_torch = dist.get_rank() if dist.is_initialized() else job.rank
+    first, size = _torch_ranks(job)
+    if sorted(told["ranks"]) != list(range(size)):
+        raise UsageError(
+            f"distribute(mesh=...): the mesh has ranks {_listed(told['ranks'])}, and "
+            f"{'the job' if part is None else 'the torch job of this replica'} ranks "
+            f"{_listed(range(size))}: pass the whole mesh, of all ranks, not a part of it"
+        )
+    of_torch = first + dist.get_rank() if dist.is_initialized() else job.rank
     if of_torch != job.rank:
         raise UsageError(
-            f"distribute(mesh=...): rank {job.rank} of wingbeat.init() is rank {of_torch} of "
-            "torch's default group: start both from the same variables RANK and WORLD_SIZE"
+            f"distribute(mesh=...): rank {job.rank - first} of wingbeat.init() is rank "
+            f"{of_torch - first} of torch's default group: start both from the same variables RANK "
+            "and WORLD_SIZE"
         )
     if told["device"] != "cpu":
         raise UsageError(
@@ -165,11 +179,37 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
             "updates are not ordered with the streams of fully_shard(); use fully_shard() with the "
             "whole mesh, without distribute()"
         )
-    place = 0 if across is None else told["names"].index(across)
+
+
+def column_of(job: World, mesh: Any, across: str | None) -> World:
+    """Return the world of the ranks with which this rank exchanges. Every rank must call it.
+
+    Args:
+        job: the world that `init` returned.
+        mesh: of all ranks of the job, or of torch's default group if that is a replica; equal on
+            all ranks of the job.
+        across: the dimension across replicas; None: the first, or none if the group is a replica.
+
+    Raises:
+        UsageError: the mesh has no such dimension, or not all of these ranks.
+        RendezvousError: ranks are missing.
+    """
+    told = describe(mesh, across)
+    _check_mesh(job, told, across)
+    names: list[str] = told["names"] or [str(i) for i in range(len(told["shape"]))]
+    first, size = _torch_ranks(job)
     known = _columns.setdefault(job, {})
+    place = None  # the dimension across replicas
+    if job.torch_job is None:
+        place = 0 if across is None else told["names"].index(across)
     key = f"{told['shape']}{told['ranks']}{place}"
     if key not in known:
-        replicas = mesh.mesh.movedim(place, 0).flatten(1)  # one row each
+        # Processes of a replica that was restarted connect to each other again.
+        life = "" if job.torch_job is None else job.torch_job.life
+        if place is None:
+            replicas = torch.arange(job.size).reshape(-1, size)
+        else:
+            replicas = mesh.mesh.movedim(place, 0).flatten(1)  # one row each
         number, position = (replicas == job.rank).nonzero()[0].tolist()
         members = replicas[:, position].tolist()
         if members != sorted(members):
@@ -190,6 +230,8 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
             tuple(tuple(sorted(row)) for row in replicas.tolist()),
             job.store.under(f"mesh/{len(known)}"),
             int(replicas[number, 0]),
+            first,
+            life,
         )
         known[key] = world
     return known[key]

@@ -10,9 +10,9 @@ import multiprocessing
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,30 @@ import torch.distributed.nn.functional
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.observe.log import log, log_to_stderr
 from wingbeat.schema import MAX_REAL, Length, MalformedMessage, Range, parse_json, to_json
-from wingbeat.transport import descriptors, encryption, graceful_shutdown, launchers, tcp
+from wingbeat.transport import (
+    descriptors,
+    encryption,
+    graceful_shutdown,
+    launchers,
+    replica_jobs,
+    tcp,
+)
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
 from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_running
 from wingbeat.transport.gloo import watch_listeners
+from wingbeat.transport.hosted_services import request_service
 from wingbeat.transport.link import Link
 from wingbeat.transport.nccl import nccl_group
+from wingbeat.transport.replica_jobs import (
+    Claim,
+    Former,
+    Introduction,
+    ReplicaSettings,
+    TorchJob,
+)
+from wingbeat.transport.services import Service, ServiceConfig
+from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import (
     KEY_VARIABLE,
@@ -48,6 +65,9 @@ _MAX_NAME_CHARS = 256
 
 _OVERWRITE_S = 2.0
 """Seconds for rank 0 to overwrite a rejected value; after that it has another key."""
+
+StartGroup: TypeAlias = Callable[[Sequence[nic.Interface]], None]
+"""Starts torch's default group on one of the interfaces that connect the hosts."""
 
 _RELEASE_S, _RELEASE_POLL_S = 5.0, 0.2
 """Seconds for a process to exit before the next process of its rank is refused, and between two
@@ -205,6 +225,11 @@ def init(
     A worker may be restarted alone while the others continue and the store still exists. It
     connects to no other worker, `World.returned` is True, and it can open groups.
 
+    With ``WINGBEAT_REPLICA``, ``WINGBEAT_REPLICAS`` and ``WINGBEAT_STORE``, the launcher has
+    started one replica of several. The world has the ranks of all replicas, and torch's default
+    group those of this one. A replica may be restarted as a whole, and all of its ranks have
+    `World.returned`.
+
     Args:
         timeout: seconds without a sign of life from a worker's process after which a wait for it
             fails, here and in training. For a worker that is alive and not itself waiting, the wait
@@ -237,12 +262,30 @@ def init(
         world_module.set_current(before)  # the caller may continue to use it
         raise UsageError("wingbeat.init() was called twice: call wingbeat.shutdown() in between")
     key = job_key(os.environ)
+    settings = replica_jobs.settings_of(os.environ)
+    if settings is not None:
+        world = _init_replica(settings, timeout, interfaces, encrypted, dscp, key)
+    else:
+        world = _init_torch_job(timeout, interfaces, encrypted, cuda, dscp, key)
+    world_module.set_current(world)
+    if world.rank == 0:
+        log_to_stderr()
+    graceful_shutdown.close_at_exit(world, shutdown)
+    return world
+
+
+def _init_torch_job(
+    timeout: float,
+    interfaces: Sequence[str] | None,
+    encrypted: bool | None,
+    cuda: str,
+    dscp: int,
+    key: bytes | None,
+) -> World:
+    """Return the world of the ranks of one torch job."""
     met_by_torch = dist.is_initialized()
     rank, size, store = _rendezvous(timeout)
-    # The prefix separates the keys of successive worlds in one process, and of a restart by
-    # torchrun, which reuses the store.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    place = f"{attempt}/{next(_generation)}"
+    place = _next_place()
     store = dist.PrefixStore(f"wingbeat/{place}", store)
     own = _own_connection(store, size)
     first = TorchStore(own, None if key is None else Authenticator(key, place))
@@ -256,19 +299,117 @@ def init(
         if key is not None:
             world.store = TorchStore(own, Authenticator(key, f"{place}/{job}"))
         incarnation = _claim_rank(world, alone=not met_by_torch)
+        # Groups of torch accept no late members.
+        start = functools.partial(_start_default_group, store, world, rank, size)
         try:
-            _join(world, store, interfaces, key)
+            _join(world, interfaces, key, None if world.returned else start)
+            _forget_exit(world, store)
         except BaseException:
             incarnation.close()
             raise
         world.on_closed(incarnation.close)  # another process may then claim its rank
     elif not dist.is_initialized():
         _init_default_group(world, store=dist.HashStore(), rank=0, world_size=1)
-    world_module.set_current(world)
-    if rank == 0:
-        log_to_stderr()
-    graceful_shutdown.close_at_exit(world, shutdown)
     return world
+
+
+def _next_place() -> str:
+    """Return a prefix that separates the keys of successive worlds in one process.
+
+    It also separates those of a restart by torchrun, which reuses the store.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{attempt}/{next(_generation)}"
+
+
+def _init_replica(
+    settings: ReplicaSettings,
+    timeout: float,
+    interfaces: Sequence[str] | None,
+    encrypted: bool | None,
+    dscp: int,
+    key: bytes | None,
+) -> World:
+    """Return the world of the ranks of all replicas, one of which is this torch job."""
+    torch_rank, torch_size, torch_store = _rendezvous(timeout)
+    place = _next_place()
+    torch_store = dist.PrefixStore(f"wingbeat/{place}", torch_store)
+    rank, size = settings.number * torch_size + torch_rank, settings.replicas * torch_size
+    inside = World(
+        *(torch_rank, torch_size, (), (), timeout),
+        TorchStore(
+            _own_connection(torch_store, torch_size),
+            None if key is None else Authenticator(key, f"replica {settings.number}/{place}"),
+        ),
+        members=tuple(range(rank - torch_rank, rank - torch_rank + torch_size)),
+    )
+    own = Introduction(settings, secrets.token_hex(8))
+    answers = inside.exchange("replica", own, Introduction)
+    replica_jobs.refuse_unequal([each.settings for each in answers])
+    torch_job = TorchJob(rank - torch_rank, torch_size, answers[0].life)
+    # Without the number of restarts: a restarted replica reads what its former processes read.
+    name = os.environ.get(launchers.JOB, "")
+    prefix = f"wingbeat/replicas/{name}/{place.rpartition('/')[2]}"
+    root = replica_jobs.reach_store(settings, rank, timeout)
+    shared = dist.PrefixStore(prefix, root)
+    store = TorchStore(shared, None if key is None else Authenticator(key, prefix), prefix)
+    replica_jobs.check_counts(store, settings, torch_size)
+    job = check_job(store, rank, size, name, timeout, settings.where)
+    if key is not None:
+        store = TorchStore(shared, Authenticator(key, f"{prefix}/{job}"), prefix)
+    world = World(
+        *(rank, size, (), (), timeout, store),
+        encrypted=encrypted,
+        dscp=dscp,
+        nccl_devices=frozenset(),  # NCCL needs a group of torch with all ranks
+        torch_job=torch_job,
+        host_service=functools.partial(_host_service, root),
+    )
+    incarnation = _claim_in_replica(world, settings, torch_job, inside)
+    try:
+        if world.returned:
+            replica_jobs.require_others(store, settings, torch_job, rank)
+        start = functools.partial(_start_default_group, torch_store, world, torch_rank, torch_size)
+        _join(world, interfaces, key, start)
+        _forget_exit(world, shared)
+        replica_jobs.publish_joined(store, rank, incarnation.address.to_text())
+    except BaseException:
+        incarnation.close()
+        raise
+    world.on_closed(incarnation.close)
+    return world
+
+
+def _host_service(root: dist.Store, config: ServiceConfig, store: AtomicStore) -> Service:
+    own = store.own if isinstance(store, ColumnStore) else store
+    assert isinstance(own, TorchStore)
+    return request_service(root, config, own)
+
+
+def _claim_in_replica(
+    world: World, settings: ReplicaSettings, torch_job: TorchJob, inside: World
+) -> LivenessListener:
+    """Claim this rank, and agree in the replica whether all of its ranks were restarted."""
+    incarnation = None
+    assert isinstance(world.store, TorchStore)
+    try:
+        incarnation = _listen(world.rank, settings.host, replica_jobs.STORE)
+        replaced = claim_rank(
+            *(world.store, world.rank, incarnation.address, world.timeout, settings.where),
+            exiting_s=replica_jobs.EXITING_S,
+        )
+        own = Claim(replica_jobs.former_of(world.store, world.rank, replaced))
+    except RendezvousError as error:
+        own = Claim(Former.NONE, str(error))
+    try:
+        claims = inside.exchange("claim", own, Claim)
+        world.returned = replica_jobs.agree(settings, torch_job, claims)
+    except BaseException:
+        if incarnation is not None:
+            incarnation.close()
+        raise
+    assert incarnation is not None, "agree() raises the error of each rank"
+    return incarnation
 
 
 def _check_arguments(timeout: float, encrypted: bool | None, cuda: str, dscp: int) -> None:
@@ -316,14 +457,15 @@ def connect(
     )
     world = World(rank, size, (), (), timeout, signed, encrypted=encryption.choose(None))
     if size > 1:
-        _connect(world, None, interfaces, key)
+        _connect(world, interfaces, key)
     return world
 
 
 def connect_column(job: World, members: Sequence[int], name: str) -> World:
     """Connect some ranks of a job to each other, as a world of their own: a column of a mesh.
 
-    Every member must call it. Closing the world of the job closes it too.
+    Every member must call it; one that was restarted alone connects as in `init`. Closing the world
+    of the job closes it too.
 
     Args:
         job: the world that `init` returned.
@@ -331,7 +473,8 @@ def connect_column(job: World, members: Sequence[int], name: str) -> World:
         name: distinguishes columns, the same on all members.
 
     Raises:
-        RendezvousError: ranks are missing; names rank, address, interface and duration.
+        RendezvousError: ranks are missing; names rank, address, interface and duration. Or the
+            former process of this rank was never connected to them.
     """
     assert isinstance(job.store, TorchStore)
     store = ColumnStore(job.store, f"column/{name}/{members[0]}")
@@ -342,11 +485,19 @@ def connect_column(job: World, members: Sequence[int], name: str) -> World:
         dscp=job.dscp,
         nccl_devices=job.nccl_devices,
         members=tuple(members),
+        host_service=job.host_service,
+        returned=job.returned,
     )
+    if size > 1 and job.returned and not world.has_published("speeds", rank):
+        raise RendezvousError(
+            f"rank {job.rank} cannot rejoin: its former process ended in distribute(), before it "
+            "was connected to the other replicas; start all replicas again, with another "
+            "WINGBEAT_JOB_ID, or after `wingbeat store` was started again"
+        )
     if size > 1:
         named = list(job.interfaces) or None
         try:
-            _connect(world, None, named, job_key(os.environ))
+            _join(world, named, job_key(os.environ))
         except RendezvousError as error:
             raise RendezvousError(
                 f"{error} (rank {job.rank} connects replicas, whose numbers these are: replica 0 "
@@ -430,12 +581,7 @@ def _claim_rank(world: World, *, alone: bool) -> LivenessListener:
     ``alone`` is whether the worker may be restarted alone: groups of torch accept no late members.
     """
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    try:
-        incarnation = LivenessListener(host)
-    except OSError as err:
-        raise RendezvousError(
-            f"rank {world.rank} cannot listen on its interface towards {host} (MASTER_ADDR): {err}"
-        ) from None
+    incarnation = _listen(world.rank, host, "MASTER_ADDR")
     try:
         assert isinstance(world.store, TorchStore)
         place = incarnation.address
@@ -451,16 +597,31 @@ def _claim_rank(world: World, *, alone: bool) -> LivenessListener:
     return incarnation
 
 
+def _listen(rank: int, host: str, variable: str) -> LivenessListener:
+    try:
+        return LivenessListener(host)
+    except OSError as err:
+        raise RendezvousError(
+            f"rank {rank} cannot listen on its interface towards {host} ({variable}): {err}"
+        ) from None
+
+
 def claim_rank(
-    store: TorchStore, rank: int, own: ProcessAddress, seconds: float, where: str
+    store: TorchStore,
+    rank: int,
+    own: ProcessAddress,
+    seconds: float,
+    where: str,
+    exiting_s: float = _RELEASE_S,
 ) -> bool:
     """Claim a rank, and return whether a former process has exited.
 
-    Waits up to ``seconds`` for a process that is exiting. A `RendezvousError` names the address of
-    a running process that holds the rank. ``where`` is the store's address for error messages.
+    Waits up to ``exiting_s`` for a process that is exiting, and at most ``seconds``. A
+    `RendezvousError` names the address of a running process that holds the rank. ``where`` is the
+    store's address for error messages.
     """
     key, text = f"here/{rank}", own.to_text()
-    deadline = time.monotonic() + min(seconds, _RELEASE_S)
+    deadline = time.monotonic() + min(seconds, exiting_s)
     try:
         first = found = store.replace(key, "", text)
         while found != text:
@@ -470,7 +631,7 @@ def claim_rank(
                 raise RendezvousError(
                     f"rank {rank} is taken: a process of the job whose store is at {where} has it, "
                     f"and still runs at {other.host} (port {other.port}); end that one first, or, "
-                    "if this is another job, give it a MASTER_PORT of its own"
+                    "if this is another job, give it a MASTER_PORT or WINGBEAT_JOB_ID of its own"
                 )
             if running:
                 time.sleep(_RELEASE_POLL_S)
@@ -492,21 +653,26 @@ def _parse_holder(rank: int, text: str, where: str) -> ProcessAddress:
 
 def _join(
     world: World,
-    store: dist.Store,
     named: Sequence[str] | None,
     key: bytes | None,
+    start: StartGroup | None = None,
 ) -> None:
-    """Connect to the others, or to none if this worker was restarted alone."""
+    """Connect to the others, or to none if this worker was restarted alone.
+
+    ``start`` is as in `_connect`.
+    """
     if not world.returned:
-        _connect(world, store, named, key)
+        _connect(world, named, key, start)
         return
     # The others are connected to the former process.
     hosts = world.replay_exchange("interfaces", nic.Host)
-    world.layout = _layout_of(world.rank, hosts)
+    world.layout = _layout_of(world, hosts)
     chosen = nic.choose(hosts, world.rank, named)
     world.networks = _check_networks(world.replay_exchange("networks", list[str]))
     world.interfaces = tuple(interface.name for interface in chosen)
     world.speeds = _read_speeds(world, len(chosen))
+    if start is not None:
+        start(chosen)
     answers = world.replay_exchange("connections")
     links = tcp.rejoin(
         *(world.rank, chosen, answers, key, world.store),
@@ -517,21 +683,26 @@ def _join(
     _open_groups(world, links)
     for link in links:  # they carry groups only, and are not the world's
         world.on_closed(link.close)
-    with contextlib.suppress(RuntimeError):  # an append-only store
-        for name in ("left", "failed"):
-            store.delete_key(f"{name}/{world.rank}")  # the rank has rejoined
+
+
+def _forget_exit(world: World, store: dist.Store) -> None:
+    """Delete how the former process of this rank has left: the rank has rejoined."""
+    if world.returned:
+        with contextlib.suppress(RuntimeError):  # an append-only store
+            for name in ("left", "failed"):
+                store.delete_key(f"{name}/{world.rank}")
 
 
 def _connect(
     world: World,
-    store: dist.Store | None,
     named: Sequence[str] | None,
     key: bytes | None,
+    start: StartGroup | None = None,
 ) -> None:
-    """Connect to the others; ``store``: of torch, to start its default group; None: leave it."""
+    """Connect to the others; ``start`` starts torch's default group, unless it is None."""
     rank, size = world.rank, world.size
     hosts = world.exchange("interfaces", to_json(nic.local()), nic.Host)
-    world.layout = _layout_of(rank, hosts, whole=not world.members)
+    world.layout = _layout_of(world, hosts)
     chosen = nic.choose(hosts, rank, named)
     world.networks = _exchange_networks(world, chosen)
     world.interfaces = tuple(interface.name for interface in chosen)
@@ -546,8 +717,8 @@ def _connect(
         + size * (rank == 0),
         f"rank {rank}: connecting {size} ranks",
     )
-    if store is not None:
-        _start_default_group(store, world, chosen)
+    if start is not None:
+        start(chosen)
     world.links = links = tcp.connect(
         *(rank, chosen, world.exchange, key, world.timeout, world.store),
         encrypted=world.encrypted,
@@ -585,14 +756,16 @@ def _read_speeds(world: World, links: int) -> tuple[float, ...]:
     return speeds
 
 
-def _layout_of(rank: int, hosts: Sequence[nic.Host], whole: bool = True) -> Layout:
-    """Return the layout of the ranks.
-
-    ``whole``: they are all of the job; a warning if the launcher placed more or fewer here.
-    """
+def _layout_of(world: World, hosts: Sequence[nic.Host]) -> Layout:
+    """Return the layout of the ranks; warn if the launcher placed more or fewer here."""
     layout = Layout.by_name(host.identity for host in hosts)
-    found, told = _local_ranks(layout, rank), os.environ.get("LOCAL_WORLD_SIZE", "")
-    if whole and told.isdecimal() and int(told) != found:
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if world.members or not told.isdecimal():  # a column has a part of the ranks
+        return layout
+    rank, job = world.rank, world.torch_job
+    launched = range(world.size) if job is None else range(job.first, job.first + job.size)
+    found = sum(hosts[each].identity == hosts[rank].identity for each in launched)
+    if int(told) != found:
         log.warning(
             "rank %d: LOCAL_WORLD_SIZE is %s, but %d of the ranks are on its host: a container "
             "with a network namespace of its own is a host; start it with the network of the host",
@@ -621,7 +794,9 @@ def _check_networks(answers: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], 
     return tuple(map(tuple, answers))
 
 
-def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.Interface]) -> None:
+def _start_default_group(
+    store: dist.Store, world: World, rank: int, size: int, chosen: Sequence[nic.Interface]
+) -> None:
     """Start torch's default group on an interface that connects the hosts.
 
     By default gloo listens on the address of the host's name, often a loopback address.
@@ -633,8 +808,8 @@ def _start_default_group(store: dist.Store, world: World, chosen: Sequence[nic.I
             _init_default_group(
                 world,
                 store=dist.PrefixStore("default", store),
-                rank=world.rank,
-                world_size=world.size,
+                rank=rank,
+                world_size=size,
                 timeout=timedelta(seconds=world.timeout),
             )
         except RuntimeError as err:

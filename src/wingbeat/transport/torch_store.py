@@ -37,11 +37,11 @@ class Authenticator:
     """
 
     def __init__(self, key: bytes, context: str) -> None:
-        self._key, self._context = key, context
+        self._key, self.context = key, context
 
     def within(self, prefix: str) -> Authenticator:
         """Return the authenticator of keys that have ``prefix``."""
-        return Authenticator(self._key, f"{self._context}/{prefix}")
+        return Authenticator(self._key, f"{self.context}/{prefix}")
 
     def sign(self, name: str, value: str) -> str:
         """Return ``value`` with its tag, in the form stored under ``name``."""
@@ -55,7 +55,7 @@ class Authenticator:
         return value if hmac.compare_digest(expected.encode(), text.encode()) else None
 
     def _tag(self, name: str, value: str) -> str:
-        signed = json.dumps([self._context, name, value])
+        signed = json.dumps([self.context, name, value])
         return hmac.new(self._key, signed.encode(), hashlib.sha256).hexdigest()
 
 
@@ -107,17 +107,24 @@ class TorchStore:
     """`Store` on top of torch's store, whose values are bytes.
 
     With an authenticator, a value that was not written with the job's key counts as missing: it is
-    not returned, `has` is False, and `claim` and `replace` overwrite it.
+    not returned, `has` is False, and `claim` and `replace` overwrite it. ``path`` is the prefix of
+    ``store`` in torch's.
     """
 
-    def __init__(self, store: dist.Store, authenticator: Authenticator | None = None) -> None:
-        self._store, self.authenticator = store, authenticator
+    def __init__(
+        self, store: dist.Store, authenticator: Authenticator | None = None, path: str = ""
+    ) -> None:
+        self._store, self.authenticator, self.path = store, authenticator, path
         self._warned: set[str] = set()
 
     def under(self, prefix: str) -> TorchStore:
         """Return the part of this store whose keys begin with ``prefix``."""
         auth = self.authenticator
-        return TorchStore(dist.PrefixStore(prefix, self._store), auth and auth.within(prefix))
+        return TorchStore(
+            dist.PrefixStore(prefix, self._store),
+            auth and auth.within(prefix),
+            f"{self.path}/{prefix}",
+        )
 
     def set(self, key: str, value: str) -> None:
         """Publish ``value`` under ``key``."""
@@ -216,10 +223,10 @@ class ColumnStore:
     """
 
     def __init__(self, job: TorchStore, prefix: str) -> None:
-        self._job, self._own = job, job.under(prefix)
+        self._job, self.own = job, job.under(prefix)
 
     def _of(self, key: str) -> TorchStore:
-        return self._job if key.partition("/")[0] in OF_JOB else self._own
+        return self._job if key.partition("/")[0] in OF_JOB else self.own
 
     def set(self, key: str, value: str) -> None:
         """As `TorchStore.set`."""

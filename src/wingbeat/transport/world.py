@@ -33,6 +33,8 @@ from wingbeat.types import Group, Layout
 if TYPE_CHECKING:
     from wingbeat.transport.mesh import Replica
     from wingbeat.transport.nccl import NcclGroup
+    from wingbeat.transport.replica_jobs import TorchJob
+    from wingbeat.transport.services import Service, ServiceConfig
 
 MAX_OPEN_GROUPS = 64
 """Maximum open groups of a process."""
@@ -114,6 +116,9 @@ class World:
         layout: the workers of each host; default: each has a host of its own.
         members: the rank of each worker in the job; empty if it is the same number. The workers of
             a column of a mesh have other numbers, those of their replicas.
+        torch_job: the ranks of torch's default group, if each replica is a torch job of its own;
+            None if it has all ranks.
+        host_service: starts a service that outlives this worker; None: a worker starts its own.
         encrypted: whether its connections are encrypted; None: those between hosts.
         dscp: class of what this worker sends over them.
         inside: the ranks that hold this worker's model together; None if it holds all of it.
@@ -144,6 +149,8 @@ class World:
     layout: Layout = _ALONE
     members: tuple[int, ...] = ()
     inside: Replica | None = None
+    torch_job: TorchJob | None = None
+    host_service: Callable[[ServiceConfig, AtomicStore], Service] | None = None
     encrypted: bool | None = None
     dscp: int = 0
     _prefix: str = ""

@@ -281,7 +281,7 @@ def _is_sharded_over(param: torch.Tensor, dim: str, replica: Replica) -> bool:
         return False
     placed: Any = param
     group = set(replica.group_ranks(dim))
-    mesh = placed.device_mesh.mesh
+    mesh = replica.mesh_ranks(placed.device_mesh)
     for axis, placement in enumerate(placed.placements):
         if placement.is_shard():
             rows = mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist()

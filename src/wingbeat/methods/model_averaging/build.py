@@ -183,11 +183,13 @@ def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
 def _averaged_state(training: Training, slots: Sequence[Slot]) -> ElementState:
     """Return the optimizer's state to average, after checking that it is equal on all workers."""
     state = ElementState(training.optimizer, {slot.param: slot.name for slot in slots})
-    world, own = training.collectives.world, state.described()
+    channel, own = training.collectives.world, state.described()
+    # A restarted worker finds the channel's number, but not its keys.
+    world, what = channel.parent or channel, f"averaged state {channel.serial}"
     if not world.returned:
-        world.publish("averaged state", own)
+        world.publish(what, own)
     for rank in range(world.size):
-        theirs = world.read("averaged state", rank)
+        theirs = world.read(what, rank)
         if theirs != own:
             raise MismatchError(
                 f"rank {world.ranks[world.rank]}'s optimizer has the state "

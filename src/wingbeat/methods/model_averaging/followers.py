@@ -216,7 +216,7 @@ class Channel:
             replica.mesh_store,
             self.rank,
             self.peers,
-            namespace=f"inside {room}",
+            namespace=f"inside {replica.life} {room}",
             interfaces=("lo",) if world.threads else world.interfaces or None,
             classes=1,
             encrypted=encrypted,

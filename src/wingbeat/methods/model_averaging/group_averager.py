@@ -231,12 +231,13 @@ class GroupSession:
             timeout=world.timeout,
             rules=rules,
             seed=seed,
+            hosted=world.host_service is not None,
             ranks=world.members,
         )
         try:
             if world.rank == 0 and not world.returned:
-                make = ThreadService if world.threads else ProcessService
-                self._service = make(config, world.store)
+                own = ThreadService if world.threads else ProcessService
+                self._service = (world.host_service or own)(config, world.store)
             self._mailbox, client = config.client(
                 world.store, world.rank, world.returned, self._is_running, world.name_of
             )

@@ -142,7 +142,7 @@ class GroupService(Actor):
 
     The mailbox is connected to all workers, numbered by rank. ``first`` is the timeout of a step in
     seconds while its worker's usual one is unknown, ``least`` the lower bound of others.
-    ``membership`` has the restarted workers; None if there are none.
+    ``membership`` has the restarted workers; None if there are none. ``hosted``: not by rank 0.
     """
 
     def __init__(
@@ -155,8 +155,10 @@ class GroupService(Actor):
         connections: ConnectionCache | None = None,
         clock: Callable[[], float] = time.monotonic,
         membership: MembershipClient | None = None,
+        hosted: bool = False,
     ) -> None:
         super().__init__(mailbox, MESSAGES, GeneratorConfig.me, clock=clock, workers=workers)
+        self._hosted = hosted
         self._generator, self._membership = generator, membership
         self._steps, self._first_s = Deadlines(least, first=first), first
         self._connections = connections or ConnectionCache(workers)
@@ -178,7 +180,7 @@ class GroupService(Actor):
 
     def leave(self) -> None:
         """Remove rank 0 if it has exited; otherwise each of the others would have to detect it."""
-        if self.quick and not self._workers[0].gone:
+        if self.quick and not self._hosted and not self._workers[0].gone:
             self._remove_for_good(0)
 
     def handle(self, message: Message, record: Any) -> None:
@@ -423,11 +425,13 @@ class GeneratorConfig:
 
     Attributes:
         room: prefix of keys in the rendezvous store.
+        interfaces: names of those of this host to use; empty: all.
         timeout: seconds for connection setup, a worker's first step, and a wait for a group.
         rules: how groups are made.
         silence: seconds without a message after which an awaited peer is dead.
         least: lower bound of the adaptive timeout of a step, in seconds.
         capacity: groups whose connections a worker keeps open.
+        hosted: whether `wingbeat store` has started it, so that rank 0 may rejoin too.
         ranks: the rank of each worker's process in the job, for messages; empty: its number.
     """
 
@@ -445,6 +449,7 @@ class GeneratorConfig:
     silence: float = SILENCE_S
     least: float = MIN_TIMEOUT_S
     capacity: int = CAPACITY
+    hosted: bool = False
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -479,6 +484,7 @@ class GeneratorConfig:
                 self.least,
                 ConnectionCache(workers, self.capacity),
                 membership=membership,
+                hosted=self.hosted,
             )
             membership.start(mailbox.interrupter())
             try:
@@ -503,7 +509,7 @@ class GeneratorConfig:
         generator = self.workers
         if not returned:
             mailbox = self._open(store, rank, [generator])
-        elif rank == 0:
+        elif rank == 0 and not self.hosted:
             raise RendezvousError(
                 f"{self._name(rank)}: cannot rejoin: the group generator has ended with the "
                 "process before this one, which had started it; start all workers again from a "
@@ -549,7 +555,7 @@ class GeneratorConfig:
             number,
             peers,
             namespace=self.room,
-            interfaces=self.interfaces,
+            interfaces=self.interfaces or None,
             classes=1,
             encrypted=self.encrypted,
             limits=Limits(silence=self.silence),

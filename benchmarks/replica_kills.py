@@ -1,0 +1,309 @@
+"""Replicas of several processes, of which one process is killed time after time.
+
+    python benchmarks/replica_kills.py --json out/replica_kills.json
+
+Replicas train a network on the digits under FSDP2 on this host. Each replica is started by a
+torchrun of its own, and they meet at the store of `wingbeat store`. Repeatedly a process of any of
+them is killed (SIGKILL), at a moment and of a rank that follow from the seed. Its torchrun ends the
+other processes of the replica and starts all of them again; the other replicas continue. A second
+run makes as many steps without a kill.
+
+Limits: each time the others continue, and none of them makes no step for longer than 3 s. Each
+killed replica rejoins. All replicas have the same weights in the end, their loss has fallen to
+under a tenth, and it is at most 0.05 above that of the undisturbed run. No process is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from common import at_least_one, run_and_judge, show, write
+from killing import (
+    PATIENCE_S,
+    Killer,
+    Telling,
+    loss_of,
+    losses,
+    losses_table,
+    missed_losses,
+    put,
+    standstills,
+)
+
+from wingbeat.errors import LabError
+from wingbeat_lab import baselines
+from wingbeat_lab.bench.table import Printed
+
+STILL_S = 3.0
+"""Allowed seconds without a step of a replica that was not killed."""
+WORSE = 0.05
+"""Allowed difference of the loss to that of the run without kills."""
+
+
+def main() -> int:
+    args = arguments()
+
+    def measure(report: dict[str, Any]) -> list[str]:
+        baselines.parse(args.row)  # fail before processes are started
+        report |= run(args)
+        for table in (*tables(report), losses_table(report["losses"])):
+            show(report, table)
+        write(args.json, report)
+        return judged(args.kills, report)
+
+    return run_and_judge(args.json, measure)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--row", default="localsgd:every=2", help="(localsgd:every=2)")
+    parser.add_argument("--replicas", type=at_least_one, default=3, help="(3)")
+    parser.add_argument("--ranks", type=at_least_one, default=2, help="of a replica (2)")
+    parser.add_argument("--kills", type=at_least_one, default=20, help="(20)")
+    parser.add_argument("--seed", type=int, default=0, help="of whom and when (0)")
+    parser.add_argument("--json", type=Path, default=Path("out/replica_kills.json"), metavar="FILE")
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Train with kills, and then as many steps without."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        killer = ReplicaKiller(home, args.replicas, args.ranks, args.kills, args.seed)
+        thread = threading.Thread(target=killer.run, name="killer")
+        left = trained(args, home, killer, thread)
+        steps = json.loads((home / "stop").read_text())
+        found = {"kills": killer.kills, "losses": losses(home), "left": left, "steps": steps}
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        put(home / "stop", steps)
+        found["left"] += trained(args, home, None, None)
+        found["undisturbed"] = losses(home)
+    return found
+
+
+def trained(
+    args: argparse.Namespace, home: Path, killer: Killer | None, thread: threading.Thread | None
+) -> list[str]:
+    """Run all replicas to their end; return the processes that are left."""
+    with contextlib.ExitStack() as stack:
+        store, port = stack.enter_context(served())
+        replicas = [
+            stack.enter_context(started(replica, args, home, port))
+            for replica in range(args.replicas)
+        ]
+        if thread is not None:
+            thread.start()
+        seen: set[psutil.Process] = set()
+        while any(each.poll() is None for each in replicas):
+            time.sleep(0.2)
+            for each in (store, *replicas):
+                with contextlib.suppress(psutil.Error):
+                    seen.update(psutil.Process(each.pid).children(recursive=True))
+            if any(each.poll() not in (None, 0) for each in replicas):
+                break
+        if killer is not None and thread is not None:
+            killer.over.set()
+            thread.join()
+        codes = [each.poll() for each in replicas]
+        if any(codes) or (killer is not None and killer.failure):
+            raise LabError(f"replicas ended with {codes}: {killer.failure if killer else ''}")
+    _, alive = psutil.wait_procs(seen, 10.0)
+    return [f"{each.pid}: {' '.join(each.cmdline())[:200]}" for each in alive]
+
+
+@contextlib.contextmanager
+def served() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Serve a store; its process and port."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wingbeat.cli.main", "store", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline().rpartition(" ")[2])
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def started(
+    replica: int, args: argparse.Namespace, home: Path, port: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the torchrun of a replica."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc-per-node", str(args.ranks), "--max-restarts", "1000"]
+    words += [__file__, "--work", str(home), args.row]
+    env = {
+        "WINGBEAT_REPLICA": str(replica),
+        "WINGBEAT_REPLICAS": str(args.replicas),
+        "WINGBEAT_STORE": f"127.0.0.1:{port}",
+        "WINGBEAT_TOP": "off",
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(words, env=os.environ | env)
+    try:
+        yield process
+    finally:
+        process.terminate()  # torchrun ends its workers
+        process.wait()
+
+
+class ReplicaKiller(Killer):
+    """Kills a process of one replica after the other.
+
+    Args:
+        home: the shared folder.
+        replicas: their number.
+        ranks: the number of processes of each.
+        times: number of kills.
+        seed: determines victims and times.
+    """
+
+    def __init__(self, home: Path, replicas: int, ranks: int, times: int, seed: int) -> None:
+        super().__init__(home, replicas, times, seed)
+        self._folder, self._ranks, self._places = home, ranks, random.Random(seed + 1)
+
+    def _end(self, rank: int, *, back: bool) -> None:
+        assert back, "torchrun restarts it"
+        place = self._places.randrange(self._ranks)
+        report = json.loads((self._folder / f"at-{rank}").read_text())
+        os.kill(report["pids"][place], signal.SIGKILL)
+
+    def _kill(self, rank: int, *, back: bool) -> dict[str, Any]:
+        found = super()._kill(rank, back=back)
+        print(
+            f"kill {len(self.kills) + 1}, of replica {rank}: the others stood still for "
+            f"{found['still_s']:.2f} s; it is back after {found['back_s']:.1f} s",
+            flush=True,
+        )
+        return found
+
+
+def judged(kills: int, report: dict[str, Any]) -> list[str]:
+    """Return the missed limits."""
+    found = report["kills"]
+    missed = [f"{len(found)} kills; expected {kills}"] if len(found) != kills else []
+    for number, kill in enumerate(found, start=1):
+        if kill["still_s"] > STILL_S:
+            missed.append(
+                f"kill {number}, of replica {kill['rank']}: the others stood still for "
+                f"{kill['still_s']:.2f} s; limit {STILL_S:g} s"
+            )
+        if kill["back_s"] is None:
+            missed.append(f"kill {number}: replica {kill['rank']} did not rejoin")
+    missed += missed_losses(report["losses"])
+    (mean, calm) = (statistics.fmean(each[1] for each in report[name].values())
+                    for name in ("losses", "undisturbed"))  # fmt: skip
+    if mean > calm + WORSE:
+        missed.append(f"a loss of {mean:.4f}; without kills {calm:.4f}, limit {WORSE:g} more")
+    return missed + [f"process {each} is left" for each in report["left"]]
+
+
+COLUMNS = ("kill", "replica", "at step", "stood still, s", "steps without", "back after, s")
+
+
+def tables(report: dict[str, Any]) -> list[Printed]:
+    """Return a row for each kill."""
+    cells = [
+        (
+            f"kill {number}",
+            str(kill["rank"]),
+            str(kill["steps"]),
+            f"{kill['still_s']:.2f}",
+            str(kill["steps_without"]),
+            f"{kill['back_s']:.2f}",
+        )
+        for number, kill in enumerate(report["kills"], start=1)
+    ]
+    calm = [loss for _, loss, _ in report["undisturbed"].values()]
+    notes = standstills(report["kills"])
+    notes.append(f"after {report['steps']} steps without kills the loss is {calm[0]:.4f}")
+    return [Printed.of("replicas, of which a process is killed", COLUMNS, cells, notes)]
+
+
+# -- a process of a replica ------------------------------------------------------------------
+
+
+def work(home: Path, row: str) -> None:
+    """Train up to the step that the killer names."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import wingbeat
+    from wingbeat.engine.upgrade import engine_of
+    from wingbeat_lab.bench import models
+
+    torch.set_num_threads(1)
+    world = wingbeat.init(timeout=PATIENCE_S)
+    ranks = dist.get_world_size()
+    replica, place = divmod(world.rank, ranks)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
+    images, answers, *held_out = models.data()
+    loss = loss_of(held_out)
+    first = loss(models.network(0))
+    network: Any = models.network(1 if world.returned else 0)  # what rejoins copies parameters
+    for layer in network:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+    wingbeat.distribute(network, optimizer, baselines.parse(row), mesh=mesh)
+    update: Any = engine_of(network).update  # type: ignore[union-attr]
+    pids: list[Any] = [None] * ranks
+    dist.all_gather_object(pids, os.getpid())
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    telling = Telling(home, replica, life) if place == 0 else None
+    stop = home / "stop"
+    seed = 1000 * life + world.rank
+    for x, y in models.batches(images, answers, rank=world.rank, workers=world.size, seed=seed):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(network(x), y).backward()
+        optimizer.step()
+        steps = int(update.steps)
+        if telling is not None:
+            telling.say(steps, pids=pids)
+        # Written long before that step, so all ranks of a replica end at the same one.
+        if stop.exists() and steps >= json.loads(stop.read_text()):
+            break
+    wingbeat.synchronize(network)
+    ours = loss(network)
+    sums = [float(p.full_tensor().detach().double().abs().sum()) for p in network.parameters()]
+    if telling is not None:
+        put(home / f"loss-{replica}", (first, ours, sums))
+    wingbeat.shutdown()
+
+
+def run_main(argv: Sequence[str]) -> int:
+    if argv[1:2] == ["--work"]:
+        work(Path(argv[2]), argv[3])
+        return 0
+    return main()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(run_main(sys.argv))
+    except KeyboardInterrupt:
+        sys.exit(130)
