@@ -12,8 +12,9 @@ seconds     an iteration of a paced model under the same row, with the same opti
             row needs to decide how it trains is added once.
 
 No row has a warm-up of its density, because its iterations differ in length. PowerSGD compresses
-from the third iteration on, the earliest that its error feedback allows, with each of the stated
-ranks; the fastest of them is the baseline, and so is the fastest row of each of our codecs judged.
+from the third iteration on, the earliest that its error feedback allows, in one bucket, as gloo
+requires, with each of the stated ranks. The fastest of its rows is the baseline, and the fastest
+row of each of our codecs is judged.
 
 Exit code 1 if one of our codecs is not ahead of the fastest PowerSGD, or misses the target.
 """
