@@ -85,6 +85,11 @@ class ExchangePart(Part):
     topology: str = "ring"
 
     @property
+    def of_replicas(self) -> bool:
+        """Whether a worker may be a replica of several ranks, with ``distribute(mesh=)``."""
+        return self.collective
+
+    @property
     def everyone(self) -> bool:
         """Whether each exchange is of all workers."""
         return True

@@ -401,7 +401,7 @@ def refusals() -> dict[str, str]:
             "a part of the mesh": attempt(sharded(net(), inner), mesh=inner),
             "sharded over all": attempt(sharded(net(), mesh), mesh=mesh),
             "nothing is sharded": attempt(net(), mesh=mesh),
-            "averaging": attempt(sharded(net(), inner), wingbeat.LocalSGD(), mesh=mesh),
+            "averaging": attempt(sharded(net(), inner), wingbeat.ADPSGD(), mesh=mesh),
             "servers": attempt(sharded(net(), inner), wingbeat.ParameterServer(), mesh=mesh),
             "canary": attempt(sharded(net(), inner), wingbeat.Canary(), mesh=mesh),
             "divided": attempt(

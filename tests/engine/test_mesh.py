@@ -42,7 +42,7 @@ REFUSED = {
     "a part of the mesh": r"ranks \[0, 1\], rank 2's has \[2, 3\].* of all ranks of the job",
     "sharded over all": r"'layers.0.weight' is placed on ranks 0, 1, 2, 3, and rank . is in",
     "nothing is sharded": "no parameter is placed over dp_shard.*leave mesh out",
-    "averaging": "LocalSGD.* is not possible for replicas of 2 ranks.*use wingbeat.AllReduce",
+    "averaging": "ADPSGD.* is not possible for replicas of 2 ranks.*use wingbeat.AllReduce",
     "servers": "ParameterServer.* is not possible for replicas",
     "canary": "Canary.* is not possible for replicas",
     "divided": "DeAR.*fully_shard.. divides the optimizer's state already",

@@ -106,8 +106,8 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
             "mesh has a plan of its own: leave the file out"
         )
     what = ""
-    if not exchange.collective:
-        what = "it exchanges models or messages between single processes"
+    if not exchange.of_replicas:
+        what = "it exchanges messages between single processes"
     elif strategy.update_part.divides:
         what = "fully_shard() divides the optimizer's state already"
     elif strategy.update_part.shards:
@@ -115,7 +115,7 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
     if what:
         raise UsageError(
             f"distribute(mesh=...): {strategy!r} is not possible for replicas of {replica.size} "
-            f"ranks: {what}; use wingbeat.AllReduce() or wingbeat.DeAR(), with any compression"
+            f"ranks: {what}; use wingbeat.AllReduce(), DeAR(), LocalSGD(), DiLoCo() or Ripples()"
         )
 
 

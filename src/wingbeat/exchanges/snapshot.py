@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from wingbeat.engine.gradients.placed import is_placed, local, place
 from wingbeat.errors import PeerError
 
 _LENGTH = struct.Struct("<Q")
@@ -41,8 +42,9 @@ def encode_snapshot(
     """Encode a replica.
 
     ``tensors`` are parameters and other tensors that are equal on all workers, on the CPU.
-    ``params`` are the parameters with optimizer state, in the same order on all workers. ``extra``
-    is any JSON value. A `PeerError` names a tensor or value that cannot be sent.
+    ``params`` are the parameters with optimizer state, in the same order on all workers; of the
+    state of a `DTensor` the part that this rank holds is sent. ``extra`` is any JSON value. A
+    `PeerError` names a tensor or value that cannot be sent.
     """
     bodies: list[torch.Tensor] = []
     states = []
@@ -61,8 +63,10 @@ def encode_snapshot(
 
 def _describe(value: Any, bodies: list[torch.Tensor], what: str) -> Any:
     if isinstance(value, torch.Tensor) and str(value.dtype) in _DTYPES:
-        bodies.append(value)
-        return {"dtype": str(value.dtype), "shape": list(value.shape)}
+        part = local(value)
+        bodies.append(part)
+        kind = {"dtype": str(value.dtype), "shape": list(part.shape)}
+        return {**kind, "placed": True} if is_placed(value) else kind
     if type(value) in _SCALARS:
         return {"value": value}
     raise PeerError(
@@ -145,9 +149,13 @@ def _decode_states(
                 mine[key] = kind["value"]
                 continue
             (mine[key],) = _decode_tensors([kind], body)
+            body = body[_nbytes(mine[key]) :]
             if mine[key].numel() > max(param.numel(), 1):
                 raise ValueError(f"{key!r:.40} of {mine[key].numel()} elements")
-            body = body[_nbytes(mine[key]) :]
+            if kind.get("placed"):
+                if not is_placed(param) or mine[key].shape != local(param).shape:
+                    raise ValueError(f"{key!r:.40} is placed as {tuple(mine[key].shape)}")
+                mine[key] = place(mine[key], param)
         out.append(mine)
     if len(body):
         raise ValueError(f"{len(body)} bytes too many")

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from wingbeat.errors import MismatchError, UsageError
 from wingbeat.transport.rendezvous import connect_column
+from wingbeat.transport.store import AtomicStore
+from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 
 
@@ -30,6 +32,9 @@ class Replica:
         names: of the dimensions inside that have several ranks.
         groups: torch's process group of each of these, which this rank is in.
         device: the device type of the mesh, whose tensors the groups reduce.
+        leader: the rank of the job that decides for the replica. The leaders are one column.
+        replicas: the ranks of each replica of the job.
+        store: a part of the job's, for the ranks of this replica.
     """
 
     number: int
@@ -37,6 +42,9 @@ class Replica:
     names: tuple[str, ...]
     groups: tuple[Any, ...]
     device: str
+    leader: int
+    replicas: tuple[tuple[int, ...], ...]
+    store: AtomicStore
 
     @property
     def size(self) -> int:
@@ -163,6 +171,7 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
                 "distribute(mesh=...): the dimension across replicas has ranks "
                 f"{_listed(members)}: number them in ascending order, as init_device_mesh() does"
             )
+        assert isinstance(job.store, TorchStore)
         world = connect_column(job, members, f"{len(known)}")
         inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
         world.inside = Replica(
@@ -171,6 +180,9 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
             tuple(names[i] for i in inner),
             tuple(mesh.get_group(i) for i in inner),
             mesh.device_type,
+            int(replicas[number, 0]),
+            tuple(tuple(sorted(row)) for row in replicas.tolist()),
+            job.store.under(f"replica/{len(known)}/{number}"),
         )
         known[key] = world
     return known[key]

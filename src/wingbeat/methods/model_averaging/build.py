@@ -184,8 +184,9 @@ def _averaged_state(training: Training, slots: Sequence[Slot]) -> ElementState:
         theirs = world.read("averaged state", rank)
         if theirs != own:
             raise MismatchError(
-                f"rank {world.rank}'s optimizer has the state {_difference(own, theirs)}, rank "
-                f"{rank}'s {_difference(theirs, own)}: with average_state=True all ranks must "
+                f"rank {world.ranks[world.rank]}'s optimizer has the state "
+                f"{_difference(own, theirs)}, rank {world.ranks[rank]}'s "
+                f"{_difference(theirs, own)}: with average_state=True all ranks must "
                 "build equal optimizers"
             )
     return state

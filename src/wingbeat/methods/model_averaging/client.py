@@ -230,7 +230,9 @@ class StaticClient:
         fallback: None; there is no generator that could be lost.
         lost_peers: the workers that this worker knows to be lost or to have left.
         silent: those of them that were silent while all others synchronized.
+        excluded, must_fetch, copies_state: False; see `Client`.
         on_lost: called with each worker that is lost.
+        watch: called while it waits; may raise.
     """
 
     def __init__(
@@ -254,6 +256,8 @@ class StaticClient:
         self.fallback: str | None = None
         self.lost_peers = set(lost)
         self.silent: set[int] = set()
+        self.excluded = self.must_fetch = self.copies_state = False
+        self.watch: Callable[[], None] = lambda: None
         self.on_lost: Callable[[int], None] = lambda _: None
 
     @property
@@ -411,6 +415,7 @@ class StaticClient:
         # The last status of each worker, and when it was first seen.
         since: dict[int, tuple[Status | None, float]] = {}
         while True:
+            self.watch()
             self._refresh()
             if self._worker in self.lost_peers:
                 return
@@ -464,6 +469,7 @@ class GeneratorConnection:
 
     Attributes:
         received: messages that were received and not handled, oldest first.
+        watch: called while it waits; may raise.
     """
 
     def __init__(self, mailbox: Mailbox, worker: int, generator: int, timeout: float) -> None:
@@ -472,6 +478,7 @@ class GeneratorConnection:
         self._detector = FailureDetector(mailbox)
         self._failed: Failed | None = None
         self.received: deque[Any] = deque()
+        self.watch: Callable[[], None] = lambda: None
 
     @property
     def lost(self) -> bool:
@@ -506,6 +513,7 @@ class GeneratorConnection:
                     f"{self._timeout:g} s; check that the others still train"
                 )
             self.keep_alive()
+            self.watch()
         return self.received.popleft()
 
     def poll(self, seconds: float = 0.0) -> None:
@@ -586,9 +594,19 @@ class Client:
         self.on_fetch: Callable[[int, int], None] = lambda _worker, _connection: None
 
     @property
+    def must_fetch(self) -> bool:
+        """Whether this worker must copy a peer's state before it joins a group again."""
+        lags = self.stale or (self.copies_state and self.excluded)
+        return lags and self.fallback is None
+
+    @property
     def lost_peers(self) -> set[int]:
         """The workers that this worker does not know to be active."""
         return set(self._inactive) if self._static is None else self._static.lost_peers
+
+    def set_watch(self, watch: Callable[[], None]) -> None:
+        """Call a function while this client waits, which may raise."""
+        self._connection.watch = watch
 
     def step(self, reducer: Reducer) -> None:
         """Take part in groups until the next step may begin."""
@@ -823,7 +841,7 @@ class Client:
             self._worker, self._layout, self._timeout, self._table,
             everyone=everyone, lost=self._inactive, is_running=self._is_running,
         )  # fmt: skip
-        self._static.on_lost = self.on_lost
+        self._static.on_lost, self._static.watch = self.on_lost, self._connection.watch
         _log.warning(
             "rank %d: the group generator is gone (%s); groups %s from now on",
             self._worker,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from wingbeat.engine.gradients.bucket import checksum, dtype_name
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.updates.trials import (
     TrialFailed,
     bare_step,
@@ -85,8 +86,9 @@ class ElementState:
         for key, value in state.items():
             why = ""
             if known and key in known and value is not None:
-                why = _no_average(value, param.shape)
-                found[key] = value
+                part = local(value)
+                why = _no_average(part, local(param).shape)
+                found[key] = part
             elif _per_element(value):
                 why = "present, and was absent in the trial"
             if why:
@@ -200,7 +202,7 @@ class StateBuffer:
     @staticmethod
     def size(state: ElementState, params: Sequence[torch.Tensor]) -> int:
         """Return the number of elements."""
-        return sum((param.numel() + 1) * len(state.names(param)) for param in params)
+        return sum((local(param).numel() + 1) * len(state.names(param)) for param in params)
 
     def read(self) -> None:
         """Copy the optimizer's values into the buffer; raises as `ElementState.values`."""
@@ -263,7 +265,8 @@ def is_narrow(params: Iterable[torch.Tensor], dtype: torch.dtype) -> bool:
 class FlatModel:
     """A buffer for all parameters, then model buffers, in float32 (float64 if any is that).
 
-    Values are copied, so parameters may have any strides and ``data``. Each fragment's parameters
+    Values are copied, so parameters may have any strides and ``data``. Of a `DTensor` it has the
+    part that this rank holds. Each fragment's parameters
     are followed by their optimizer state, if that is averaged. Then comes a number that is averaged
     with the whole.
 
@@ -302,12 +305,12 @@ class FlatModel:
             kinds = {kind for param in params for kind in state.names(param).values()}
             dtype = torch.float64 if torch.float64 in kinds else dtype
             sizes = [StateBuffer.size(state, part) for part in self._fragments]
-        trained = sum(param.numel() for param in params) + sum(sizes)
+        trained = _numel(params) + sum(sizes)
         numel = trained + sum(tensor.numel() for tensor in buffers())
         end = numel + copies * trained + 1
         bits = _BITS if self._frozen else 0
         self.shared = Span(0, end + bits)
-        self.frozen = Span(end + bits, end + bits + sum(param.numel() for param in frozen))
+        self.frozen = Span(end + bits, end + bits + _numel(frozen))
         # Pages that are never written take no memory.
         zeros = np.zeros(self.frozen.stop, np.float64 if dtype is torch.float64 else np.float32)
         self.flat = torch.from_numpy(zeros)
@@ -321,7 +324,7 @@ class FlatModel:
         self.spans: list[Span] = []
         start = 0
         for part, size in zip(self._fragments, sizes, strict=True):
-            begin, start = start, start + sum(param.numel() for param in part)
+            begin, start = start, start + _numel(part)
             self._views.append(_views(self.flat[begin:start], part))
             if state is not None:
                 self._state_buffers.append(
@@ -349,7 +352,7 @@ class FlatModel:
         """Write the bits of a checksum of the frozen parameters."""
         found = 0
         for param in self._frozen:
-            found = checksum(param, found)
+            found = checksum(local(param), found)
         self._checksum.copy_(torch.tensor([found >> bit & 1 for bit in range(len(self._checksum))]))
 
     @property
@@ -360,12 +363,12 @@ class FlatModel:
     @torch.no_grad()
     def read_frozen(self) -> None:
         """Copy frozen parameters into the buffer."""
-        torch._foreach_copy_(self._frozen_views, [param.detach() for param in self._frozen])
+        torch._foreach_copy_(self._frozen_views, _parts(self._frozen))
 
     @torch.no_grad()
     def write_frozen(self) -> None:
         """Copy the buffer to the frozen parameters."""
-        torch._foreach_copy_([param.detach() for param in self._frozen], self._frozen_views)
+        torch._foreach_copy_(_parts(self._frozen), self._frozen_views)
 
     @torch.no_grad()
     def write(self, first: int = 0, last: int | None = None) -> None:
@@ -391,11 +394,11 @@ class FlatModel:
                 continue
             assert self._state is not None
             part, span = self._fragments[number], self.spans[number]
-            start = span.start + sum(param.numel() for param in part)
+            start = span.start + _numel(part)
             state.add(StateBuffer(self._state, part, sent[start - begin : span.stop - begin]))
 
     def split(self, values: torch.Tensor) -> Tensors:
-        """Split a tensor as long as `trained` into one of each parameter's shape."""
+        """Split a tensor as long as `trained` into one for each parameter, or its local part."""
         return _views(values, [param for part in self._fragments for param in part])
 
     @torch.no_grad()
@@ -405,16 +408,16 @@ class FlatModel:
         for number in range(first, last):
             params = self._fragments[number]
             start = self.spans[number].start - begin
-            others = _views(values[start : start + sum(p.numel() for p in params)], params)
-            for param, other in zip(params, others, strict=True):
-                if not torch.equal(param.detach(), other.to(param.dtype)):
+            others = _views(values[start : start + _numel(params)], params)
+            for part, other in zip(_parts(params), others, strict=True):
+                if not torch.equal(part, other.to(part.dtype)):
                     return False
         return True
 
     def _pairs(self, first: int, last: int | None) -> Iterator[tuple[Tensors, Tensors]]:
         for number, views in list(enumerate(self._views))[first:last]:
             if number < len(self._fragments):
-                yield views, [param.detach() for param in self._fragments[number]]
+                yield views, _parts(self._fragments[number])
             elif views:
                 tensors = self._buffers()
                 if [tensor.shape for tensor in tensors] != [view.shape for view in views]:
@@ -426,8 +429,17 @@ class FlatModel:
                 yield views, tensors
 
 
+def _parts(tensors: Iterable[torch.Tensor]) -> Tensors:
+    """Return what this rank holds of each tensor."""
+    return [local(tensor).detach() for tensor in tensors]
+
+
+def _numel(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(part.numel() for part in _parts(tensors))
+
+
 def _views(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Tensors:
-    """Return the consecutive parts of a flat tensor, in the shapes of ``tensors``."""
-    sizes = [tensor.numel() for tensor in tensors]
-    parts = flat.split(sizes) if sizes else ()
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    """Return the consecutive parts of a flat tensor, in the shapes of what this rank holds."""
+    shapes = [part.shape for part in _parts(tensors)]
+    parts = flat.split([shape.numel() for shape in shapes]) if shapes else ()
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from wingbeat.methods.model_averaging.generator import Run
     from wingbeat.transport.world import World
 
-_CHECK_S = 0.5  # interval between checks of whether missing members may still arrive, in seconds
+CHECK_S = 0.5  # interval between checks of whether missing members may still arrive, in seconds
 
 GRACE_S = 5.0
 """Seconds, plus twice the longest average so far, in which data of departed members may arrive."""
@@ -94,6 +94,23 @@ class ModelCompression:
             self._residual[inside] = self._new_residual[inside]
 
 
+class Patience:
+    """Decides how long a group waits for members that will not arrive.
+
+    A departed member may have sent all that is needed. If this worker abandoned the collective too
+    early, the others would lose this worker. So it waits for ``seconds``.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._departed_at = seconds, float("inf")
+
+    def lasts(self, expected: Arrival) -> bool:
+        """Whether to wait on, given what is expected now."""
+        now = time.monotonic()
+        self._departed_at = float("inf") if expected else min(self._departed_at, now)
+        return expected is not Arrival.IMPOSSIBLE and now - self._departed_at <= self._seconds
+
+
 class GroupAllReduce:
     """Averages this worker's parameters with those of groups. A `Reducer`.
 
@@ -124,7 +141,7 @@ class GroupAllReduce:
         self.completed = 0
         # A failed collective leaves undefined values in its buffer.
         self._sum = torch.empty_like(buffer)
-        self._longest_s = 0.0
+        self._longest_s, self._begun_ns = 0.0, 0
         self._open: dict[int, tuple[Group, World, Collectives]] = {}
 
     def average(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
@@ -133,6 +150,13 @@ class GroupAllReduce:
         Opens the connections if needed. Returns None on success; otherwise a lost member or
         `ABANDONED`, and the buffer is unchanged.
         """
+        lost = self.attempt(run, connection, arrival)
+        if lost is None:
+            self.apply()
+        return lost
+
+    def attempt(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
+        """As `average`, without replacing the buffer: `apply` does."""
         if connection not in self._open:
             group = Group(run.members, epoch=self._first + connection)
             inner = self._world.open_group(group)
@@ -140,30 +164,47 @@ class GroupAllReduce:
         group, inner, collectives = self._open[connection]
         self.members = run.members
         inside = slice(self.part.start, self.part.stop)
-        begin = time.monotonic_ns() if stream.on else 0
+        self._begun_ns = time.monotonic_ns() if stream.on else 0
         total = self._sum[inside].copy_(self._buffer[inside])
         try:
             handle = self._start(collectives, total)
-            if not self._wait(handle, arrival):
+        except PeerError:
+            return self._lose(connection)
+        arrived = False
+        try:
+            arrived = self._wait(handle, arrival)
+        finally:
+            if not arrived:
                 collectives.abandon()
                 self.close([connection])
                 self._sum = torch.empty_like(self._sum)  # the collective may still write to it
-                return ABANDONED
+        if not arrived:
+            return ABANDONED
+        try:
             handle.wait()
         except PeerError:
-            lost = self._lost_member(group, inner)
-            self.close([connection])
-            return lost
-        self._buffer[inside].copy_(total.div_(len(run.members)))
+            return self._lose(connection)
+        return None
+
+    def apply(self) -> None:
+        """Replace the buffer's part by the mean of a successful `attempt`."""
+        inside = slice(self.part.start, self.part.stop)
+        total = self._sum[inside]
+        self._buffer[inside].copy_(total.div_(len(self.members)))
         if not self.uncompressed:
             self.compression.end(self.part)
         self.completed += 1
-        if begin:
+        if self._begun_ns:
             stream.record(
-                "average", begin, time.monotonic_ns(), nbytes=total.nbytes, lane=AVERAGES,
-                group=run.members,
+                "average", self._begun_ns, time.monotonic_ns(), nbytes=total.nbytes, lane=AVERAGES,
+                group=self.members,
             )  # fmt: skip
-        return None
+
+    def blame(self, connection: int, member: int) -> None:
+        """Publish that a group fails here because of ``member``, before its connections close."""
+        if connection in self._open:
+            group, inner, _ = self._open[connection]
+            self._attribution(group, inner).publish_wait(self._world.ranks[member])
 
     def close(self, connections: Iterable[int] | None = None) -> None:
         """Close the connections with these ids; all if None."""
@@ -183,33 +224,33 @@ class GroupAllReduce:
         return collectives.all_reduce(total, wire=wire, bucket=bucket)
 
     def _wait(self, handle: Handle, arrival: Callable[[], Arrival]) -> bool:
-        """Wait for a collective; return False if members will not arrive.
-
-        A departed member may have sent all that is needed. If this worker abandoned the collective
-        too early, the others would lose this worker.
-        """
+        """Wait for a collective; return False if members will not arrive."""
         over = threading.Event()
         handle.add_done_callback(lambda _: over.set())
-        begun = time.monotonic()
-        departed_at: float | None = None
-        while not over.wait(_CHECK_S):
-            now, expected = time.monotonic(), arrival()
-            if expected is Arrival.IMPOSSIBLE:
+        begun, patience = time.monotonic(), self.patience()
+        while not over.wait(CHECK_S):
+            if not patience.lasts(arrival()):
                 return over.is_set()
-            if expected:
-                departed_at = None
-            elif departed_at is None:
-                departed_at = now
-            elif now - departed_at > GRACE_S + 2 * self._longest_s:
-                return False
         self._longest_s = max(self._longest_s, time.monotonic() - begun)
         return True
 
-    def _lost_member(self, group: Group, inner: World) -> int:
+    def patience(self) -> Patience:
+        """Return how long to wait for the data of members that will not arrive, from now on."""
+        return Patience(GRACE_S + 2 * self._longest_s)
+
+    def _lose(self, connection: int) -> int:
         """Return the member that has failed; this worker if the others have not waited for any."""
-        rank = self._world.rank
-        failures = FailureAttribution(
-            inner.store, rank, self._world.size, inner.timeout, group_prefix(group)
-        )
+        group, inner, _ = self._open[connection]
+        failures, ranks = self._attribution(group, inner), self._world.ranks
+        rank = ranks[self._world.rank]
         awaited = failures.awaited_by(rank)
-        return rank if awaited is None else failures.root_cause(awaited)
+        cause = rank if awaited is None else failures.root_cause(awaited)
+        self.close([connection])
+        return ranks.index(cause) if cause in inner.ranks else self._world.rank
+
+    def _attribution(self, group: Group, inner: World) -> FailureAttribution:
+        # The members of a column have ranks of the job.
+        ranks = self._world.ranks
+        return FailureAttribution(
+            inner.store, ranks[self._world.rank], max(ranks) + 1, inner.timeout, group_prefix(group)
+        )

@@ -16,6 +16,7 @@ import torch
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
 from wingbeat.methods.model_averaging.client import Client, StaticClient, StatusTable
+from wingbeat.methods.model_averaging.followers import Call, Channel, Follower, Leader
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
@@ -176,36 +177,54 @@ class GroupSession:
         seed: int = 0,
         encrypted: bool = True,
     ) -> None:
-        self._world = world
+        self._world, self._departures = world, departures_of(world)
         self.snapshot: Callable[[], bytes | None] | None = None
         self._limit = _STATE_FACTOR * buffer.numel() * buffer.element_size() + _STATE_EXTRA
         self._sender = StateSender(world)
         self._service: Service | None = None
         self._mailbox: Mailbox | None = None
         serial = next_serial(world)
-        self._first = (serial - 1) * SERIES
+        self._first, room = (serial - 1) * SERIES, f"groups{serial}"
         self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
-        self.client: Client | StaticClient
-        room, layout = f"groups{serial}", world.layout
-        store = world.store
-        is_running = functools.partial(failures.is_alive, store)
-        departures = departures_of(world)
+        self._leader: Leader | None = None
+        self._channel: Channel | None = None
+        self.client: Client | StaticClient | Follower
+        inside = world.inside
+        if inside is not None and inside.size > 1:
+            self._channel = Channel(world, room, encrypted=encrypted)
+            if inside.leader != world.ranks[world.rank]:
+                self.client = Follower(self._channel, self.reducer)
+                self.client.on_fetch = self._send_state
+                return
+            self._leader = Leader(self._channel, self.reducer)
         if rules is None:
-            if world.returned:
-                raise UsageError(
-                    f"rank {world.rank} was started again while the others continue: the static "
-                    "schedule has no rejoin; use Rules(), or start all workers again"
-                )
-            table = StatusTable(store, room, world.size, world.rank)
-            self.client = StaticClient(
-                world.rank, layout, world.timeout, table, is_running=is_running
+            self.client = self._static_client(room)
+        else:
+            self.client = self._generators_client(room, rules, seed, encrypted)
+
+    def _static_client(self, room: str) -> StaticClient:
+        world = self._world
+        if world.returned:
+            raise UsageError(
+                f"rank {world.rank} was started again while the others continue: the static "
+                "schedule has no rejoin; use Rules(), or start all workers again"
             )
-            self.client.on_lost = departures.lost
-            return
+        table = StatusTable(world.store, room, world.size, world.rank)
+        client = StaticClient(
+            world.rank, world.layout, world.timeout, table, is_running=self._is_running
+        )
+        client.on_lost = self._departures.lost
+        if self._leader is not None:
+            client.watch = self._leader.watch
+        return client
+
+    def _generators_client(self, room: str, rules: Rules, seed: int, encrypted: bool) -> Client:
+        """Connect to the generator, which rank 0 starts."""
+        world, departures = self._world, self._departures
         names = world.interfaces or tuple(link.name for link in world.links)
         config = GeneratorConfig(
             room=room,
-            host_of=layout.host_of,
+            host_of=world.layout.host_of,
             interfaces=("lo",) if world.threads else names,
             encrypted=encrypted,
             timeout=world.timeout,
@@ -214,9 +233,10 @@ class GroupSession:
         )
         try:
             if world.rank == 0 and not world.returned:
-                self._service = (ThreadService if world.threads else ProcessService)(config, store)
-            self._mailbox, self.client = config.client(
-                store, world.rank, world.returned, is_running
+                make = ThreadService if world.threads else ProcessService
+                self._service = make(config, world.store)
+            self._mailbox, client = config.client(
+                world.store, world.rank, world.returned, self._is_running
             )
         except BaseException as error:
             self._end_service(kill=True)
@@ -225,35 +245,45 @@ class GroupSession:
                     f"rank {world.rank}: cannot start the group generator: {error}"
                 ) from None
             raise
-        self.client.on_fetch = self._send_state
-        self.client.on_lost, self.client.on_back = departures.lost, departures.back
+        client.on_fetch = self._send_state
+        client.on_lost, client.on_back = departures.lost, departures.back
+        if self._leader is not None:
+            client.set_watch(self._leader.watch)
+        return client
+
+    def _is_running(self, worker: int) -> bool:
+        return failures.is_alive(self._world.store, self._world.ranks[worker])
 
     def step(self) -> None:
         """Average the buffer with groups, until the next step may begin."""
-        self.client.step(self.reducer)
+        with self._leading(Call.STEP):
+            self.client.step(self._leader or self.reducer)
 
     def synchronize(self) -> None:
         """Average the buffer over all active workers, once all of them have called this.
 
         Afterwards it is the same on all of them. The others may make steps before.
         """
-        self.client.synchronize(self.reducer)
+        with self._leading(Call.SYNCHRONIZE):
+            self.client.synchronize(self._leader or self.reducer)
+
+    def _leading(self, call: Call) -> contextlib.AbstractContextManager[None]:
+        if self._leader is None:
+            return contextlib.nullcontext()
+        assert not isinstance(self.client, Follower)
+        return self._leader.call(call, self.client)
 
     def copy_state_when_excluded(self) -> None:
         """Let an excluded worker join no group until `fetch_state`.
 
         Until then steps end without an average, and `must_fetch` is true.
         """
-        if isinstance(self.client, Client):
-            self.client.copies_state = True
+        self.client.copies_state = True
 
     @property
     def must_fetch(self) -> bool:
         """Whether this worker must call `fetch_state` before it joins a group again."""
-        client = self.client
-        if not isinstance(client, Client) or client.fallback is not None:
-            return False
-        return client.stale or (client.copies_state and client.excluded)
+        return self.client.must_fetch
 
     def fetch_state(self, *, join: bool = False) -> bytearray:
         """Return the state of an active peer, for a restarted or excluded worker before a step.
@@ -263,16 +293,23 @@ class GroupSession:
         peer's group waits for it; otherwise from its next request. Raises UsageError if groups
         follow the static schedule, which does not support rejoining.
         """
-        if not isinstance(self.client, Client):
+        if isinstance(self.client, StaticClient):
             raise UsageError("fetch_state(): the static schedule has no rejoin; use Rules()")
-        return self.client.fetch_state(
-            lambda sender, connection, is_active: receive_state(
-                self._world, sender, self._first + connection, self._limit, is_active
-            ),
-            join=join,
-        )
+        receive = self._receive
+        if self._leader is not None:
+            receive = functools.partial(self._leader.receive, receive)
+        with self._leading(Call.FETCH):
+            return self.client.fetch_state(receive, join=join)
+
+    def _receive(
+        self, sender: int, connection: int, is_active: Callable[[], bool]
+    ) -> bytearray | None:
+        connection += self._first
+        return receive_state(self._world, sender, connection, self._limit, is_active)
 
     def _send_state(self, receiver: int, connection: int) -> None:
+        if self._leader is not None:
+            self._leader.send(receiver, connection)
         state = None if self.snapshot is None else self.snapshot()
         self._sender.send(receiver, self._first + connection, state)
 
@@ -281,6 +318,8 @@ class GroupSession:
         self._sender.close()
         self.client.leave(failed=graceful_shutdown.is_failing())
         self.reducer.close()
+        if self._channel is not None:
+            self._channel.close(quick=graceful_shutdown.is_failing())
         kill = graceful_shutdown.is_failing() or self.client.fallback is not None
         if self._mailbox is None:
             return

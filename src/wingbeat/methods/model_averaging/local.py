@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wingbeat.engine.gradients.bucket import check_kind
 from wingbeat.engine.gradients.bucketing import Bucketing
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.updates.update import Closure, Host, Training, WholeUpdate, evaluated
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.snapshot import Snapshot, encode_snapshot
@@ -90,6 +91,7 @@ class LocalUpdate(WholeUpdate):
     ) -> None:
         super().__init__(training)
         self._model, self._averager, self._schedule = model, averager, schedule
+        self._world = training.collectives.world
         self.waited: Callable[[int], None] = lambda _: None
         self.renew: Callable[[], None] = lambda: None
         self._under_way: tuple[int, int] | None = None
@@ -102,9 +104,8 @@ class LocalUpdate(WholeUpdate):
         self._hooks = self._watch_inside()
         self._evaluates_once = _evaluates_once(training.optimizer)
         named = [*((s.name, s.param) for s in training.bucketing.slots), *training.bucketing.frozen]
-        self._like = [
-            (name, param, param.detach().new_empty(()).expand(param.shape)) for name, param in named
-        ]
+        parts = [(name, param, local(param).detach()) for name, param in named]
+        self._like = [(name, p, part.new_empty(()).expand(part.shape)) for name, p, part in parts]
 
     def step(self, host: Host, closure: Closure) -> Any:
         """Run the optimizer's own step, and the schedule's averages."""
@@ -202,7 +203,9 @@ class LocalUpdate(WholeUpdate):
 
         Called by another thread, while the training thread waits for an average or makes none.
         """
-        return [], [self._schedule.made]
+        # Of an average under way its beginning: ranks of a replica may be at different steps.
+        made = self._schedule.made if self._under_way is None else self._begun
+        return [], [made]
 
     def take_over(self, numbers: Sequence[int]) -> None:
         """Continue from a peer's numbers and tensors; raise a `ValueError` for invalid numbers."""
@@ -221,12 +224,13 @@ class LocalUpdate(WholeUpdate):
         if self._forwards < _FORWARDS:
             return
         slots = self._training.bucketing.slots
-        now = tuple(tuple(s.param.detach().reshape(-1)[:_SAMPLE].tolist()) for s in slots)
+        parts = [local(slot.param).detach() for slot in slots]
+        now = tuple(tuple(part.reshape(-1)[:_SAMPLE].tolist()) for part in parts)
         self._changes += self._sample not in ((), now)
         self._sample = now
         if self._changes == _CHANGES:
             self._forwards = None
-            if self._training.collectives.world.rank == 0:
+            if self._world.ranks[self._world.rank] == 0:
                 log.warning(
                     "weights have changed in %d forwards, and optimizer.step() was never called, "
                     "in which models are averaged: call it in place of updates made manually, or "
@@ -260,7 +264,7 @@ class LocalUpdate(WholeUpdate):
 
     def _check_kinds(self) -> None:
         for name, param, like in self._like:
-            check_kind(name, param, like)
+            check_kind(name, local(param), like)
 
     def _level(self) -> None:
         self._model.number.fill_(self._schedule.made)
@@ -278,10 +282,15 @@ class LocalUpdate(WholeUpdate):
         self._model.write()
         self._model.write_state()
         self._schedule.resume(round(float(self._model.number)))
-        if self._model.frozen_differ:
+        if self._any(self._model.frozen_differ):
             self._model.read_frozen()
             self._wait(functools.partial(self._averager.synchronize, self._model.frozen))
             self._model.write_frozen()
+
+    def _any(self, found: bool) -> bool:
+        """Whether it is true on any rank of the replica; all of them must call this."""
+        inside = self._world.inside
+        return found if inside is None else bool(inside.max(torch.tensor(float(found))) > 0)
 
     def _begin(self, first: int, last: int) -> None:
         self._offer(first, last)
@@ -406,4 +415,4 @@ class LiveState:
 
 
 def _tensors(bucketing: Bucketing) -> list[torch.Tensor]:
-    return [*(slot.param.detach() for slot in bucketing.slots), *bucketing.others]
+    return [*(local(slot.param).detach() for slot in bucketing.slots), *bucketing.others]

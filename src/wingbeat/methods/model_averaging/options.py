@@ -167,6 +167,11 @@ class Groups(PartnersPart):
         return group_averager(self, world, model, compression)
 
     @property
+    def of_replicas(self) -> bool:
+        """Always true: one rank of a replica is a client of the generator for all."""
+        return True
+
+    @property
     def readmits(self) -> bool:
         """Whether there is a generator, which alone can admit a rejoining worker."""
         return self.policy != "static"

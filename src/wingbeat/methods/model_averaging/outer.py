@@ -152,7 +152,7 @@ class OuterUpdate(LocalUpdate):
         self._model.read(0, spans)
         self._shared.copy_(flat)
         self._start.copy_(flat)  # the same tensor, unless parameters are narrower
-        world = self._training.collectives.world
+        world = self._world
         first = not self._known and self._one_model
         if first and not world.has_published(_FIRST_SHARED, world.rank):
             self._first_checksum = zlib.crc32(self._shared.numpy().data)
@@ -162,16 +162,21 @@ class OuterUpdate(LocalUpdate):
     def _check_shared(self) -> None:
         """Compare the first shared model with those of the group; fail if one differs."""
         mine, self._first_checksum = self._first_checksum, None
-        world = self._training.collectives.world
-        for rank in self._averager.members if mine is not None else ():
-            if world.has_published(_FIRST_SHARED, rank) and world.read(_FIRST_SHARED, rank) != mine:
-                raise UsageError(
-                    f"rank {world.rank} and rank {rank} started with different weights, with which "
-                    "an outer optimizer (DiLoCo) never converges to one model: weights loaded "
-                    "after distribute(), or changed by another optimizer before the first step, "
-                    "must be the same on all ranks; call wingbeat.synchronize(model) on all ranks "
-                    "afterwards, or load before distribute()"
-                )
+        if mine is None:
+            return
+        world, members = self._world, self._averager.members
+        published = [each for each in members if world.has_published(_FIRST_SHARED, each)]
+        others = [each for each in published if world.read(_FIRST_SHARED, each) != mine]
+        if self._any(bool(others)):  # the ranks of a replica hold different parts
+            named = [world.ranks[each] for each in others]
+            own = world.ranks[world.rank]
+            raise UsageError(
+                f"rank {own} and rank {named[0] if named else 'another one'} started with "
+                "different weights, with which an outer optimizer (DiLoCo) never converges to one "
+                "model: weights loaded after distribute(), or changed by another optimizer before "
+                "the first step, must be the same on all ranks; call wingbeat.synchronize(model) "
+                "on all ranks afterwards, or load before distribute()"
+            )
 
     @property
     def _trained(self) -> torch.Tensor:
