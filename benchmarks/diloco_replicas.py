@@ -85,7 +85,7 @@ def main() -> int:
     add("--lab", default="star:2@1gbit", help="hosts and links (star:2@1gbit)")
     add("--per-host", type=at_least_one, default=2, help="processes of a host (2)")
     add("--every", type=at_least_one, default=30, help="steps of a turn, H (30)")
-    add("--rounds", type=at_least_one, default=6, help="timed turns of each row (6)")
+    add("--rounds", type=at_least_one, default=10, help="timed turns of each row (10)")
     add("--outer-lr", type=float, default=0.7, help="(0.7)")
     add("--outer-momentum", type=float, default=0.9, help="(0.9)")
     add("--codecs", nargs="+", default=["sketch@4", "topk@0.02:bits=2"], metavar="C",
@@ -107,11 +107,16 @@ def main() -> int:
     return run_and_judge(args.json, lambda report: measure(args, report))
 
 
+def exact(args: argparse.Namespace) -> str:
+    """The composition of the exact row."""
+    own = f"diloco:every={args.every},outer_lr={args.outer_lr},outer_momentum={args.outer_momentum}"
+    return f"{own},encrypted=False"
+
+
 def rows_of(args: argparse.Namespace) -> list[str]:
     """Names of all rows: torchft's, the exact one, and one for each codec."""
-    own = f"diloco:every={args.every},outer_lr={args.outer_lr},outer_momentum={args.outer_momentum}"
-    own += ",encrypted=False"
-    return [PLAIN, BUCKETS, own, *(f"{own},compression={codec}" for codec in args.codecs)]
+    coded = [f"{exact(args)},compression={codec}" for codec in args.codecs]
+    return [PLAIN, BUCKETS, exact(args), *coded]
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
@@ -154,9 +159,9 @@ def compare(args: argparse.Namespace, hosts: int, folder: Path, report: dict[str
         weights = torch.load(folder / f"{number}.pt", weights_only=True)
         row["difference"] = difference(weights, single)
         row["loss"] = loss(task, args, weights)
-        exact = folder / f"exact-{number}.pt"
-        if exact.exists():
-            row["difference_double"] = difference(torch.load(exact, weights_only=True), double)
+        kept = folder / f"exact-{number}.pt"
+        if kept.exists():
+            row["difference_double"] = difference(torch.load(kept, weights_only=True), double)
     report["arbiter_loss"] = loss(task, args, single)
 
 
@@ -214,9 +219,9 @@ def judge(rows: dict[str, dict[str, Any]]) -> list[str]:
         row["of_bytes"] = row["bytes"] / fewest
         if name in (PLAIN, BUCKETS):
             continue
-        exact = row.get("difference_double")
-        if exact is not None and not exact <= WEIGHTS_LIMIT:
-            missed.append(f"{name}: weights differ by {exact:.1e}, limit {WEIGHTS_LIMIT:g}")
+        double = row.get("difference_double")
+        if double is not None and not double <= WEIGHTS_LIMIT:
+            missed.append(f"{name}: weights differ by {double:.1e}, limit {WEIGHTS_LIMIT:g}")
         if "sketch" in name and row["of_bytes"] > BYTES_LIMIT:
             share = f"{row['of_bytes']:.4f} of torchft's bytes, limit {BYTES_LIMIT:g}"
             missed.append(f"{name}: {share}")
@@ -229,17 +234,17 @@ def table(args: argparse.Namespace, report: dict[str, Any]) -> Printed:
     cells = []
     for name, row in report["rows"].items():
         steps, outer = Quantiles.of(row["step_s"]), Quantiles.of(row["outer_s"])
-        exact = row.get("difference_double")
+        double = row.get("difference_double")
         cells.append(
             (
-                name,
+                name.replace(exact(args), "diloco"),
                 f"{1e3 * steps.median:.1f}",
                 f"{1e3 * steps.p10:.1f} .. {1e3 * steps.p90:.1f}",
                 f"{row['of_time']:.2f}",
                 f"{1e3 * outer.median:.0f}",
                 f"{row['bytes'] / 1e3:.1f}",
                 f"{row['of_bytes']:.4f}",
-                "" if exact is None else f"{exact:.1e}",
+                "" if double is None else f"{double:.1e}",
                 f"{row['difference']:.1e}",
                 f"{row['loss']:.4f}",
             )
@@ -263,7 +268,7 @@ def table(args: argparse.Namespace, report: dict[str, Any]) -> Printed:
         "of torchft: median of the turns' ratios to the faster of its two forms",
         f"the arbiter's loss: {report['arbiter_loss']:.4f}; an idle host sends "
         f"{report['idle_bytes_per_s'] / 1e3:.2f} kB/s, which all rows include",
-        f"torchft {report['torchft']}; neither side encrypts",
+        f"torchft {report['torchft']}; neither side encrypts; diloco: {exact(args)}",
     ]
     return Printed.of(title, columns, cells, [*(f"MISSED: {m}" for m in report["missed"]), *notes])
 
@@ -283,11 +288,13 @@ class Row:
         model: the transformer under ``fully_shard``.
         optimizer: the inner one; its `step` also averages, every so many steps.
         batches: of this rank.
+        manager: torchft's; None for other rows.
     """
 
     model: Any
     optimizer: Any
     batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
+    manager: Any = None
 
     def turn(self, steps: int) -> float:
         """Train; return the seconds of the last step, which averages."""
@@ -298,8 +305,14 @@ class Row:
             self.optimizer.step()
         return time.perf_counter() - begin
 
-    def save(self, path: Path) -> None:
-        """Write the whole weights from rank 0; called on all ranks."""
+    def save(self, path: Path, turns: int) -> None:
+        """Write the whole weights from rank 0; called on all ranks.
+
+        SystemExit if torchft has discarded one of the turns, as it does after an error.
+        """
+        if self.manager is not None and self.manager.current_step() != turns:
+            done = self.manager.current_step()
+            raise SystemExit(f"torchft has kept {done} of {turns} averages; see its errors above")
         whole = {name: p.detach().full_tensor() for name, p in self.model.named_parameters()}
         if dist.get_rank() == 0:
             torch.save(whole, path)
@@ -312,16 +325,18 @@ def opened(name: str, args: argparse.Namespace, mesh: Any, dtype: Any, stack: Ex
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=RATE)
+    manager = None
     if name in (PLAIN, BUCKETS):
-        attach_torchft(model, optimizer, args, mesh, in_buckets=name == BUCKETS, stack=stack)
+        manager = torchft(model, optimizer, args, mesh, in_buckets=name == BUCKETS, stack=stack)
     else:
         model, optimizer = wingbeat.distribute(model, optimizer, parse(name), mesh=mesh)
         stack.callback(wingbeat.release, model, optimizer)
     task = diloco.text(args.length, args.batch)
-    return Row(model, optimizer, task.batches(dist.get_rank(), dist.get_world_size(), args.seed))
+    batches = task.batches(dist.get_rank(), dist.get_world_size(), args.seed)
+    return Row(model, optimizer, batches, manager)
 
 
-def attach_torchft(
+def torchft(
     model: Any,
     optimizer: Any,
     args: argparse.Namespace,
@@ -329,8 +344,11 @@ def attach_torchft(
     *,
     in_buckets: bool,
     stack: ExitStack,
-) -> None:
-    """Let torchft average: a lighthouse on rank 0, a store and a manager for each replica."""
+) -> Any:
+    """Let torchft average: a lighthouse on rank 0, a store and a manager for each replica.
+
+    Returns the manager.
+    """
     from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
     from torchft.local_sgd import DiLoCo
@@ -378,13 +396,7 @@ def attach_torchft(
             use_bucketization=in_buckets,
         )
     )
-    stack.callback(refuse_uncommitted, manager)
-
-
-def refuse_uncommitted(manager: Any) -> None:
-    """End this process if torchft has discarded a round, which it does after an error."""
-    if error := manager.errored():
-        raise SystemExit(f"torchft discarded a round: {error}")
+    return manager
 
 
 def work(args: argparse.Namespace) -> None:
@@ -399,13 +411,13 @@ def work(args: argparse.Namespace) -> None:
             row = opened(name, args, mesh, torch.float64, stack)
             for _ in range(EXACT_ROUNDS):
                 row.turn(args.every)
-            row.save(args.worker / f"exact-{number}.pt")
+            row.save(args.worker / f"exact-{number}.pt", EXACT_ROUNDS)
             dist.barrier()
     with ExitStack() as stack:
         rows = {name: opened(name, args, mesh, torch.float32, stack) for name in names}
         found = timed(rows, args)
         for number, row in enumerate(rows.values()):
-            row.save(args.worker / f"{number}.pt")
+            row.save(args.worker / f"{number}.pt", 1 + args.rounds)
         if dist.get_rank() == 0:
             found["torchft"] = importlib.metadata.version("torchft")
             found["parameters"] = sum(
