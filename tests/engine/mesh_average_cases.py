@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import signal
+import time
 from typing import Any
 
 import torch
@@ -9,8 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from mesh_cases import batch, net, replicas, sharded, train, weights
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import wingbeat
+import wingbeat.errors
 from wingbeat.strategies import parse
 
 
@@ -88,3 +94,124 @@ def compared_with_one_process(strategy: str, steps: int, options: dict[str, Any]
         return found
     finally:
         wingbeat.shutdown()
+
+
+class Normed(nn.Module):
+    """With buffers, which each rank moves by batches of its own, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.inner(self.norm(x)))
+
+
+def uses(strategy: str, steps: int) -> list[Any]:
+    """What the ranks have in common after training, a forward alone and a synchronization.
+
+    The weights, the buffers, the moments where these are averaged too, and the result of a forward;
+    then what training goes on to after its state was loaded into other objects.
+    """
+    wingbeat.init(timeout=60)
+    try:
+        mesh, x = replicas(), batch(1000, 0)[0]
+
+        def made() -> tuple[Any, Any]:
+            torch.manual_seed(5)
+            model: Any = Normed()
+            sharded(model.inner, mesh["dp_shard"])
+            fully_shard(model, mesh=mesh["dp_shard"])
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(trained, lr=0.01, foreach=False)
+            return wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+
+        model, optimizer = made()
+        with torch.no_grad():  # as a teacher that follows each replica's model
+            for param in model.frozen.parameters():
+                param.to_local().add_(dist.get_rank() // 2)
+        train(model, optimizer, range(steps))
+        with torch.no_grad():
+            model.eval()(x)  # leaves parameters gathered
+            wingbeat.synchronize(model)
+            result = model(x)
+        model.train()
+        buffers = torch.cat([b.flatten() for b in model.buffers() if b.is_floating_point()])
+        moments = [v.full_tensor() for s in optimizer.state.values() for v in s.values() if v.dim()]
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        found = [weights(model), buffers, torch.cat([m.flatten() for m in moments]), result]
+        train(model, optimizer, range(steps, 2 * steps))
+        wingbeat.synchronize(model)
+        on = weights(model)
+        wingbeat.release(model, optimizer)
+        again, optimizer = made()
+        again.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        train(again, optimizer, range(steps, 2 * steps))
+        wingbeat.synchronize(again)
+        found.append(float((weights(again) - on).norm() / on.norm()))
+        wingbeat.release(again, optimizer)
+        return [each if isinstance(each, float) else each.tolist() for each in found]
+    finally:
+        wingbeat.shutdown()
+
+
+def groups(strategy: str, across: int, steps: int, slow: float) -> list[Any]:
+    """Weights after steps of Ripples, of which one replica's last ``slow`` seconds each.
+
+    Other replicas make more of them.
+    """
+    wingbeat.init(timeout=60)
+    try:
+        mesh = replicas(across)
+        model: Any = sharded(net(), mesh["dp_shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+        last = dist.get_rank() // 2 == across - 1
+        for step in range(steps // 3 if last and slow else steps):
+            train(model, optimizer, range(step, step + 1))
+            if last:
+                time.sleep(slow)
+        own = weights(model)
+        wingbeat.synchronize(model)
+        found = weights(model)
+        wingbeat.release(model, optimizer)
+        return [own.tolist(), found.tolist()]
+    finally:
+        wingbeat.shutdown()
+
+
+def killed(strategy: str, dying: int, at: int, steps: int) -> list[Any]:
+    """One rank is killed at a step: how the others end, and after how many seconds each.
+
+    The ranks of its replica fail; the others make all steps.
+    """
+    wingbeat.init(timeout=30)
+    mesh = replicas(dist.get_world_size() // 2)
+    model: Any = sharded(net(), mesh["dp_shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+    begun = 0.0
+    try:
+        for step in range(steps):
+            if step == at:
+                begun = time.monotonic()
+                if dist.get_rank() == dying:
+                    time.sleep(0.5)  # the others wait for it by now
+                    os.kill(os.getpid(), signal.SIGKILL)
+            train(model, optimizer, range(step, step + 1))
+        wingbeat.synchronize(model)
+        how = ""
+    except (wingbeat.errors.PeerError, RuntimeError) as error:
+        how = f"{type(error).__name__}: {error}"
+        return [how, time.monotonic() - begun, []]
+    finally:
+        wingbeat.shutdown()
+    return [how, time.monotonic() - begun, weights_of_shards(model)]
+
+
+def weights_of_shards(model: nn.Module) -> list[float]:
+    """The sums of this rank's parts."""
+    return [float(p.to_local().double().sum()) for p in model.parameters()]

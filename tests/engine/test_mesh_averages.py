@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mesh_average_cases as cases
@@ -35,3 +35,58 @@ def test_averages_over_fsdp2_equal_one_process(job: Pool, strategy: str) -> None
     options: dict[str, Any] = EXACT[strategy]
     differences = job.run(cases.compared_with_one_process, strategy, 20, options)
     assert max(map(max, differences)) < 1e-6, differences
+
+
+USES = [
+    "localsgd:every=2,average_state=true",
+    "localsgd:every=2,compression=sketch",
+    "localsgd:every=2,compression=bf16",
+    "diloco:every=3,compression=topk:density=0.2",
+    "ripples:policy=static",
+]
+
+
+@pytest.mark.parametrize("strategy", USES)
+def test_synchronized_replicas_agree_and_continue_from_their_state(
+    job: Pool, strategy: str
+) -> None:
+    found = job.run(cases.uses, strategy, 6)
+    for weights, buffers, _, result, again in found:
+        assert weights == found[0][0]
+        assert buffers == found[0][1]
+        assert result == found[0][3]
+        assert again < 1e-6
+    assert (found[3][2] == found[0][2]) == ("state" in strategy)
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[Pool]:
+    """Six processes: three replicas."""
+    pool = Pool(6, default_group=True)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("strategy", ["ripples", "ripples:overlap=true", "localsgd:every=2"])
+def test_slow_replica_and_uneven_steps_end_with_equal_models(six: Pool, strategy: str) -> None:
+    found = six.run(cases.groups, strategy, 3, 18, 0.05 if "ripples" in strategy else 0.0)
+    assert all(after == found[0][1] for _, after in found)
+    assert found[0][0] == found[1][0], "ranks of one replica"
+
+
+@pytest.mark.parametrize("dying", [4, 5], ids=["leader", "follower"])
+@pytest.mark.parametrize("strategy", ["ripples", "localsgd:every=2"])
+def test_replicas_continue_in_seconds_without_one_whose_rank_is_killed(
+    fresh_pool: Callable[..., Pool], strategy: str, dying: int
+) -> None:
+    pool = fresh_pool(6, default_group=True)
+    outcomes = pool.outcomes(cases.killed, strategy, dying, 6, 12)
+    assert outcomes[dying].kind == "died"
+    other = outcomes[9 - dying].value
+    assert other[0], "a replica cannot continue without a rank"
+    assert other[1] < 15.0
+    for each in outcomes[:4]:
+        assert each.value[0] == "", each
+        assert each.value[1] < 15.0
+    assert outcomes[0].value[2] == outcomes[2].value[2]
+    assert outcomes[1].value[2] == outcomes[3].value[2]

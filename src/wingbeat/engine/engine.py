@@ -48,7 +48,7 @@ from wingbeat.engine.gradients.bucketing import (
     synchronised,
 )
 from wingbeat.engine.gradients.compression import Compression
-from wingbeat.engine.gradients.placed import CopiesCheck, clip, local
+from wingbeat.engine.gradients.placed import CopiesCheck, clip, local, shard_all
 from wingbeat.engine.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.engine.gradients.views import (
     PendingGradient,
@@ -661,6 +661,8 @@ class Engine:
         self.flush()
         if self.update.level(always=always):
             self.buffer_sync.level()
+        if self.update.averaging and self.world.inside is not None:
+            shard_all(self.model)  # gathered parameters are those before
         self.copied = self.copied and not always
 
     def settle(self) -> None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from wingbeat.errors import UsageError
@@ -322,8 +322,8 @@ class Departures:
     """One worker's record of lost workers, and of the exceptions that ended them.
 
     A thread reads the store, which may be lost with the worker, or respond late. Without a store,
-    nothing is read. ``gone`` maps the rank of each lost worker to how it exited, unless it
-    finished.
+    nothing is read. ``gone`` maps the number of each lost worker to how it exited, unless it
+    finished. ``name`` returns a worker's name, and ``ranks`` its ranks in the job.
     """
 
     def __init__(
@@ -333,9 +333,11 @@ class Departures:
         size: int = 0,
         *,
         warn: Callable[[str], None] = log.warning,
+        name: Callable[[int], str] = "rank {}".format,
+        ranks: Callable[[int], Sequence[int]] = lambda worker: (worker,),
     ) -> None:
         self._store, self._me, self._size = store, me, size
-        self._warn = warn
+        self._warn, self._name, self._ranks = warn, name, ranks
         self.gone: dict[int, str] = {}
         self._asking: list[threading.Thread] = []
 
@@ -362,11 +364,11 @@ class Departures:
     def back(self, worker: int) -> None:
         """Log that a lost worker has rejoined."""
         if self.gone.pop(worker, None) is not None:
-            self._warn(f"{self._me}: rank {worker} is back")
+            self._warn(f"{self._me}: {self._name(worker)} is back")
 
     def how(self, worker: int) -> str:
         """Return how a lost worker exited. Blocks on the store."""
-        failure = "" if self._store is None else published_failure(self._store, worker)
+        failure = "" if self._store is None else self._failure(self._store, worker)
         return f"failed with {failure}" if failure else self.gone.get(worker, _SILENT)
 
     def first_failure(self) -> str | None:
@@ -383,24 +385,36 @@ class Departures:
             if thread.ident is not None:
                 thread.join(_STORE_S)
         if self.gone:
-            how = ", ".join(f"rank {w} {reason}" for w, reason in sorted(self.gone.items()))
+            gone = sorted(self.gone.items())
+            how = ", ".join(f"{self._name(worker)} {reason}" for worker, reason in gone)
             self._warn(f"{self._me}: trained to the end without all workers: {how}")
 
     def _ask(self, store: Store, worker: int, how: str) -> None:
         """Read how a worker exited, and log it."""
-        failure = published_failure(store, worker, 0.0 if how else ANSWER_TIMEOUT_S)
-        if not failure and not how and has_finished(store, worker):
+        failure = self._failure(store, worker, 0.0 if how else ANSWER_TIMEOUT_S)
+        ranks = self._ranks(worker)
+        if not failure and not how and all(has_finished(store, rank) for rank in ranks):
             self.gone.pop(worker, None)
-            log.info("%s: rank %d has finished; the others continue", self._me, worker)
+            name = self._name(worker)
+            log.info("%s: %s has finished; the others continue", self._me, name)
             return
         if failure and worker in self.gone:
             self.gone[worker] = f"failed with {failure}"
         self._warn_lost(worker)
 
+    def _failure(self, store: Store, worker: int, seconds: float = 0.0) -> str:
+        """Return the exception that ended a worker; of its ranks, the one that failed by itself."""
+        ranks = self._ranks(worker)
+        last = published_failure(store, ranks[0], seconds)
+        if len(ranks) == 1:
+            return last
+        own = first_failed(store, ranks)
+        return f"{own[1]} on rank {own[0]}" if own is not None else last
+
     def _warn_lost(self, worker: int) -> None:
         how = self.gone.get(worker)
         if how is not None:  # otherwise it has rejoined
-            self._warn(f"{self._me}: rank {worker} {how}; the others continue without it")
+            self._warn(f"{self._me}: {self._name(worker)} {how}; the others continue without it")
 
 
 _made: weakref.WeakKeyDictionary[World, Departures] = weakref.WeakKeyDictionary()
@@ -411,6 +425,9 @@ def departures_of(world: World) -> Departures:
     while world.parent is not None:
         world = world.parent
     if world not in _made:
-        _made[world] = Departures(world.store, f"rank {world.rank}", world.size)
+        _made[world] = Departures(
+            world.store, world.name_of(world.rank), max(world.ranks) + 1, name=world.name_of,
+            ranks=world.replica_of,
+        )  # fmt: skip
         world.on_close(_made[world].close)
     return _made[world]

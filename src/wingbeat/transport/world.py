@@ -167,6 +167,20 @@ class World:
             return self.members
         return tuple(range(self.size)) if self.group is None else self.group.ranks
 
+    def replica_of(self, worker: int) -> tuple[int, ...]:
+        """Return the ranks in the job of the replica in which one of these workers is."""
+        rank = self.ranks[worker]
+        replicas = () if self.inside is None else self.inside.replicas
+        return next((ranks for ranks in replicas if rank in ranks), (rank,))
+
+    def name_of(self, worker: int) -> str:
+        """Return the name of one of these workers, with its replica, in messages."""
+        ranks = self.replica_of(worker)
+        if self.inside is None or len(ranks) == 1:
+            return f"rank {ranks[0]}"
+        number = self.inside.replicas.index(ranks)
+        return f"replica {number} (ranks {', '.join(map(str, ranks))})"
+
     @property
     def weights(self) -> tuple[float, ...]:
         """Fraction of each tensor that each link carries, proportional to the link's speed."""

@@ -238,10 +238,10 @@ def _model_compression(
             coding = Coding([Region(Span(0, trained), Bf16Codec())])
             return ModelCompression(coding, torch.zeros(trained, device="cpu"), models=True)
         return ModelCompression(dtype=dtype)
-    coding = Coding(list(regions(options, [(slot.name, slot.param.shape) for slot in slots])))
+    coding = Coding(list(regions(options, [(slot.name, slot.shape) for slot in slots])))
     residual = None
     if compression.residuals is not None:
-        numels = [slot.param.numel() for slot in slots]
+        numels = [slot.shape.numel() for slot in slots]
         names = [slot.name for slot in slots]
         residual = compression.residuals.flat_for(names, numels, sum(numels), torch.device("cpu"))
     return ModelCompression(coding, residual, gathers=options.gathers)

@@ -109,12 +109,17 @@ class Reducer(Protocol):
         """Close the connections with these ids; all if None."""
 
 
-def isolation_text(worker: int, others: str) -> str:
+def rank_name(worker: int) -> str:
+    """Return the name of a worker in messages, unless it is a replica of several ranks."""
+    return f"rank {worker}"
+
+
+def isolation_text(me: str, others: str) -> str:
     """Return the error of a synchronization of one worker alone; ``others`` states why."""
     return (
-        f"rank {worker}: no other worker takes part in the mean of all models: {others}; this "
-        "rank's weights are its own alone: start the job again from a checkpoint, or save them "
-        "with model.state_dict() if the others' are not needed"
+        f"{me}: no other worker takes part in the mean of all models: {others}; its weights are "
+        "its own alone: start the job again from a checkpoint, or save them with "
+        "model.state_dict() if the others' are not needed"
     )
 
 
@@ -224,7 +229,8 @@ class StaticClient:
 
     A worker is lost after ``timeout`` seconds without a status change, or if it is in ``lost``.
     With ``everyone`` all workers are one group in each step, instead of the static schedule.
-    ``is_running`` returns whether the process of a silent worker is known to run.
+    ``is_running`` returns whether the process of a silent worker is known to run. ``name`` returns
+    the name of a worker in messages.
 
     Attributes:
         fallback: None; there is no generator that could be lost.
@@ -245,8 +251,10 @@ class StaticClient:
         everyone: bool = False,
         lost: Collection[int] = (),
         is_running: Callable[[int], bool] = lambda _: False,
+        name: Callable[[int], str] = rank_name,
     ) -> None:
         self._worker, self._layout, self._timeout = worker, layout, timeout
+        self._name, self._me = name, name(worker)
         self._table, self._everyone, self._is_running = table, everyone, is_running
         self._others = set(range(layout.workers)) - {worker}
         self._status, self._published = Status(), Status()
@@ -296,15 +304,15 @@ class StaticClient:
         self._status = Status(self._status.rounds + 1, False, last + 1, self._status.failed)
         self._publish()
         if self._worker in self.lost_peers:
-            text = f"the others have continued without rank {self._worker}"
-            raise PeerError(isolation_text(self._worker, text))
+            text = f"the others have continued without {self._me}"
+            raise PeerError(isolation_text(self._me, text))
         if self._others and self._others <= self.lost_peers and self._have_another_model():
             silent = f"gave no sign for {self._timeout:g} s"
             names = "; ".join(
-                f"rank {each} {silent if each in self.silent else 'was lost or has left'}"
+                f"{self._name(each)} {silent if each in self.silent else 'was lost or has left'}"
                 for each in sorted(self._others)
             )
-            raise PeerError(isolation_text(self._worker, names))
+            raise PeerError(isolation_text(self._me, names))
 
     def _have_another_model(self) -> bool:
         """Whether an inactive worker was lost, or left after a synchronization without this one."""
@@ -345,9 +353,9 @@ class StaticClient:
         self._refresh()
         if self._worker in self.lost_peers:
             _log.warning(
-                "rank %d: the others continue without this worker, which they could not reach; "
+                "%s: the others continue without this worker, which they could not reach; "
                 "it trains alone: start the job again from a checkpoint to have it take part",
-                self._worker,
+                self._me,
             )
             return False
         if self._unavailable() & set(members):
@@ -361,7 +369,8 @@ class StaticClient:
         return True
 
     def _mark_lost(self, worker: int, why: str) -> None:
-        _log.warning("rank %d: rank %d %s; groups continue without it", self._worker, worker, why)
+        name = self._name(worker)
+        _log.warning("%s: %s %s; groups continue without it", self._me, name, why)
         self._add_lost({worker})
         self._table.mark_lost(worker)
 
@@ -411,7 +420,7 @@ class StaticClient:
     def _await_all(self) -> None:
         """Wait until all active workers synchronize; silent dead ones are lost."""
         self._publish()
-        wait = WaitLog(f"rank {self._worker}", SYNC_CALL, time.monotonic)
+        wait = WaitLog(self._me, SYNC_CALL, time.monotonic)
         # The last status of each worker, and when it was first seen.
         since: dict[int, tuple[Status | None, float]] = {}
         while True:
@@ -422,7 +431,7 @@ class StaticClient:
             if self._worker not in self._statuses:
                 raise PeerError(
                     isolation_text(
-                        self._worker,
+                        self._me,
                         "the rendezvous store is down (with rank 0, or the launcher), so peers "
                         "cannot be found",
                     )
@@ -430,7 +439,7 @@ class StaticClient:
             missing = self._not_synchronizing(since)
             if not missing:
                 return
-            wait.check(", ".join(f"rank {worker}" for worker in missing), self._timeout)
+            wait.check(", ".join(map(self._name, missing)), self._timeout)
             time.sleep(_SYNC_CHECK_S)
 
     def _not_synchronizing(self, since: dict[int, tuple[Status | None, float]]) -> list[int]:
@@ -459,9 +468,9 @@ class GeneratorLost(Exception):
     """The generator has died, left or is unreachable; the text states how."""
 
 
-def violation(worker: int, error: MalformedMessage) -> PeerError:
+def violation(me: str, error: MalformedMessage) -> PeerError:
     """Return the error of a malformed or unexpected message of the generator."""
-    return PeerError(f"rank {worker}: the group generator violated the protocol: {error}")
+    return PeerError(f"{me}: the group generator violated the protocol: {error}")
 
 
 class GeneratorConnection:
@@ -472,8 +481,8 @@ class GeneratorConnection:
         watch: called while it waits; may raise.
     """
 
-    def __init__(self, mailbox: Mailbox, worker: int, generator: int, timeout: float) -> None:
-        self._mailbox, self._worker, self._generator = mailbox, worker, generator
+    def __init__(self, mailbox: Mailbox, me: str, generator: int, timeout: float) -> None:
+        self._mailbox, self._me, self._generator = mailbox, me, generator
         self._timeout, self._sent_at = timeout, 0.0
         self._detector = FailureDetector(mailbox)
         self._failed: Failed | None = None
@@ -509,7 +518,7 @@ class GeneratorConnection:
                 raise GeneratorLost(f"it {self._failed.text}")
             if time.monotonic() >= deadline:
                 raise PeerError(
-                    f"rank {self._worker}: no group came from the group generator within "
+                    f"{self._me}: no group came from the group generator within "
                     f"{self._timeout:g} s; check that the others still train"
                 )
             self.keep_alive()
@@ -528,7 +537,7 @@ class GeneratorConnection:
             # The generator's number is that of the workers.
             return MESSAGES.parse(message, workers=self._generator)
         except MalformedMessage as error:
-            raise violation(self._worker, error) from None
+            raise violation(self._me, error) from None
 
     def keep_alive(self) -> None:
         """Send a keepalive message if the last one is old enough."""
@@ -549,7 +558,7 @@ class Client:
     A wait fails after ``timeout`` seconds without a message from the generator. The generator sends
     messages while the awaited workers live; then a wait fails after `MAX_WAIT_FACTOR` times the
     timeout. ``table`` and ``is_running`` (whether a worker's process is known to run) are used
-    without a generator.
+    without a generator. ``name`` returns the name of a worker in messages.
 
     Attributes:
         fallback: why groups are made without the generator; None if they are not.
@@ -575,9 +584,10 @@ class Client:
         timeout: float,
         table: StatusTable,
         is_running: Callable[[int], bool] = lambda _: False,
+        name: Callable[[int], str] = rank_name,
     ) -> None:
-        self._connection = GeneratorConnection(mailbox, worker, generator, timeout)
-        self._worker = worker
+        self._connection = GeneratorConnection(mailbox, name(worker), generator, timeout)
+        self._worker, self._name, self._me = worker, name, name(worker)
         self._layout, self._rules, self._timeout = layout, rules, timeout
         self._table, self._is_running = table, is_running
         self._member = Member(worker, rules)
@@ -627,9 +637,10 @@ class Client:
         # Others have no other model if all have died or left, none after one without this worker.
         alive = set(self._inactive.values()) - {Reason.DIED, Reason.LEFT}
         if len(self._members) <= 1 and (self._missed or alive):
-            names = "; ".join(f"rank {w} {_REASONS[r]}" for w, r in sorted(self._inactive.items()))
-            missed = "; the others have made theirs without this rank" if self._missed else ""
-            raise PeerError(isolation_text(self._worker, names + missed))
+            inactive = sorted(self._inactive.items())
+            names = "; ".join(f"{self._name(w)} {_REASONS[reason]}" for w, reason in inactive)
+            missed = f"; the others have made theirs without {self._me}" if self._missed else ""
+            raise PeerError(isolation_text(self._me, names + missed))
         self.excluded = self.stale = self._missed = False
 
     def leave(self, *, failed: bool = False) -> None:
@@ -658,7 +669,7 @@ class Client:
                 lost = sender
         except GeneratorLost as error:
             raise PeerError(
-                f"rank {self._worker}: cannot find a peer to copy training state from: the group "
+                f"{self._me}: cannot find a peer to copy training state from: the group "
                 f"generator is unreachable: {error}"
             ) from None
 
@@ -669,7 +680,7 @@ class Client:
                 self._handle_between_steps(message)
             elif message.sender == message.receiver:
                 raise PeerError(
-                    f"rank {self._worker}: cannot find a peer to copy training state from: no "
+                    f"{self._me}: cannot find a peer to copy training state from: no "
                     "other worker is active: start from a checkpoint"
                 )
             else:
@@ -712,10 +723,10 @@ class Client:
             self.on_lost(worker)
         elif reason == Reason.LATE and before is None:
             _log.info(
-                "rank %d: rank %d took too long for a step, or for an average: groups continue "
+                "%s: %s took too long for a step, or for an average: groups continue "
                 "without it until its next step; wingbeat.synchronize() waits for it",
-                self._worker,
-                worker,
+                self._me,
+                self._name(worker),
             )
         if before is None:
             stream.happened("left", (worker,))
@@ -726,7 +737,7 @@ class Client:
         self.stale |= reason == Reason.SILENT
         if self._joins:
             raise PeerError(
-                f"rank {self._worker}: groups continued without this worker before it had a peer's "
+                f"{self._me}: groups continued without this worker before it had a peer's "
                 "state; start it again, or give it more time: wingbeat.init(timeout=...)"
             )
 
@@ -775,18 +786,18 @@ class Client:
 
     def _average_while_waiting(self, reducer: Reducer) -> None:
         what = SYNC_CALL if self._synchronizes else "the end of its step"
-        wait = WaitLog(f"rank {self._worker}", what, time.monotonic)
+        wait = WaitLog(self._me, what, time.monotonic)
         deadline = wait.begun + self._timeout
         while self._member.waiting:
             message = self._connection.receive(deadline)
             # The others may have long steps, so each message extends the deadline.
             deadline = time.monotonic() + self._timeout
             if isinstance(message, Keepalive) and message.awaited >= 0:
-                wait.check(f"rank {message.awaited}", self._timeout)
+                wait.check(self._name(message.awaited), self._timeout)
             try:
                 self._handle(message, reducer)
             except ProtocolError as error:
-                raise violation(self._worker, error) from None
+                raise violation(self._me, error) from None
 
     def _run(self, message: RunMessage, reducer: Reducer) -> None:
         run, lost = message.run, None
@@ -840,11 +851,12 @@ class Client:
         self._static = StaticClient(
             self._worker, self._layout, self._timeout, self._table,
             everyone=everyone, lost=self._inactive, is_running=self._is_running,
+            name=self._name,
         )  # fmt: skip
         self._static.on_lost, self._static.watch = self.on_lost, self._connection.watch
         _log.warning(
-            "rank %d: the group generator is gone (%s); groups %s from now on",
-            self._worker,
+            "%s: the group generator is gone (%s); groups %s from now on",
+            self._me,
             why,
             "contain all workers" if everyone else "follow the static schedule",
         )

@@ -279,6 +279,7 @@ class FlatModel:
         spans: of each fragment.
         trained: span of all fragments.
         shared: span of all but the frozen parameters, which is averaged over all workers.
+        buffers: span of the model's buffers.
         frozen: span of the frozen parameters.
         number: one element.
         copies: further tensors as long as `trained`, initially zero.
@@ -309,7 +310,7 @@ class FlatModel:
         numel = trained + sum(tensor.numel() for tensor in buffers())
         end = numel + copies * trained + 1
         bits = _BITS if self._frozen else 0
-        self.shared = Span(0, end + bits)
+        self.shared, self.buffers = Span(0, end + bits), Span(trained, numel)
         self.frozen = Span(end + bits, end + bits + _numel(frozen))
         # Pages that are never written take no memory.
         zeros = np.zeros(self.frozen.stop, np.float64 if dtype is torch.float64 else np.float32)

@@ -123,7 +123,7 @@ def receive_state(
                 link.close()
             receiver.join()
     inner.close()
-    name = f"rank {world.rank}: rank {sender}"
+    name = f"rank {world.ranks[world.rank]}: rank {world.ranks[sender]}"
     if receiver.state is None:
         _log.warning(
             "%s was lost %.1f s after it was asked for its state: %s; another one is asked",
@@ -206,13 +206,14 @@ class GroupSession:
         world = self._world
         if world.returned:
             raise UsageError(
-                f"rank {world.rank} was started again while the others continue: the static "
-                "schedule has no rejoin; use Rules(), or start all workers again"
+                f"{world.name_of(world.rank)} was started again while the others continue: the "
+                "static schedule has no rejoin; use Rules(), or start all workers again"
             )
         table = StatusTable(world.store, room, world.size, world.rank)
         client = StaticClient(
-            world.rank, world.layout, world.timeout, table, is_running=self._is_running
-        )
+            world.rank, world.layout, world.timeout, table, is_running=self._is_running,
+            name=world.name_of,
+        )  # fmt: skip
         client.on_lost = self._departures.lost
         if self._leader is not None:
             client.watch = self._leader.watch
@@ -230,19 +231,20 @@ class GroupSession:
             timeout=world.timeout,
             rules=rules,
             seed=seed,
+            ranks=world.members,
         )
         try:
             if world.rank == 0 and not world.returned:
                 make = ThreadService if world.threads else ProcessService
                 self._service = make(config, world.store)
             self._mailbox, client = config.client(
-                world.store, world.rank, world.returned, self._is_running
+                world.store, world.rank, world.returned, self._is_running, world.name_of
             )
         except BaseException as error:
             self._end_service(kill=True)
             if isinstance(error, OSError) and not isinstance(error, WingbeatError):
                 raise UsageError(
-                    f"rank {world.rank}: cannot start the group generator: {error}"
+                    f"{world.name_of(world.rank)}: cannot start the group generator: {error}"
                 ) from None
             raise
         client.on_fetch = self._send_state
@@ -355,6 +357,7 @@ class GroupAverager:
     def __init__(self, session: GroupSession, buffer: torch.Tensor, world: World) -> None:
         self.buffer, self.session = buffer, session
         self._threads, self._rank, self._closed = world.threads, world.rank, False
+        self._me = f"rank {world.ranks[world.rank]}"
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -426,7 +429,7 @@ class GroupAverager:
     def _start(self, part: Span, *, synchronize: bool) -> None:
         if self._closed:
             raise UsageError(
-                f"rank {self._rank}: wingbeat was shut down; models cannot be averaged: call "
+                f"{self._me}: wingbeat was shut down; models cannot be averaged: call "
                 "wingbeat.shutdown() after the last step and wingbeat.synchronize()"
             )
         reducer = self.session.reducer

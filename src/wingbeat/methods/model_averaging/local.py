@@ -279,6 +279,7 @@ class LocalUpdate(WholeUpdate):
                 self._model.write(0, len(self._model.spans))
                 self._model.write_state()
             raise
+        self._average_buffers_inside()
         self._model.write()
         self._model.write_state()
         self._schedule.resume(round(float(self._model.number)))
@@ -286,6 +287,13 @@ class LocalUpdate(WholeUpdate):
             self._model.read_frozen()
             self._wait(functools.partial(self._averager.synchronize, self._model.frozen))
             self._model.write_frozen()
+
+    def _average_buffers_inside(self) -> None:
+        """Average the model's buffers over the replica too: its ranks may have other batches."""
+        inside, span = self._world.inside, self._model.buffers
+        if inside is not None and inside.size > 1 and len(span):
+            part = self._model.flat[span.start : span.stop]
+            part.copy_(inside.sum(part).div_(inside.size))
 
     def _any(self, found: bool) -> bool:
         """Whether it is true on any rank of the replica; all of them must call this."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.methods.model_averaging.client import Client, StatusTable
+from wingbeat.methods.model_averaging.client import Client, StatusTable, rank_name
 from wingbeat.methods.model_averaging.generator import (
     ID_LIMIT,
     MESSAGES,
@@ -428,6 +428,7 @@ class GeneratorConfig:
         silence: seconds without a message after which an awaited peer is dead.
         least: lower bound of the adaptive timeout of a step, in seconds.
         capacity: groups whose connections a worker keeps open.
+        ranks: the rank of each worker's process in the job, for messages; empty: its number.
     """
 
     module: ClassVar[str] = "wingbeat.methods.model_averaging"
@@ -444,6 +445,7 @@ class GeneratorConfig:
     silence: float = SILENCE_S
     least: float = MIN_TIMEOUT_S
     capacity: int = CAPACITY
+    ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise UsageError if groups would run in the middle of steps."""
@@ -492,6 +494,7 @@ class GeneratorConfig:
         rank: int,
         returned: bool = False,
         is_running: Callable[[int], bool] = lambda _: False,
+        name: Callable[[int], str] = rank_name,
     ) -> tuple[Mailbox, Client]:
         """Connect a worker to the generator. The caller closes the mailbox.
 
@@ -502,8 +505,9 @@ class GeneratorConfig:
             mailbox = self._open(store, rank, [generator])
         elif rank == 0:
             raise RendezvousError(
-                f"rank {rank}: cannot rejoin: the group generator has ended with the process "
-                "before this one, which had started it; start all workers again from a checkpoint"
+                f"{self._name(rank)}: cannot rejoin: the group generator has ended with the "
+                "process before this one, which had started it; start all workers again from a "
+                "checkpoint"
             )
         else:
             membership = self._membership(store, rank)
@@ -513,7 +517,7 @@ class GeneratorConfig:
                 found = membership.announce(incarnation, timeout, [generator])
                 if not found:
                     raise RendezvousError(
-                        f"rank {rank}: cannot rejoin: the group generator has died, and the "
+                        f"{self._name(rank)}: cannot rejoin: the group generator has died, and the "
                         "others continue without one; start all workers again from a checkpoint"
                     )
                 return found
@@ -521,11 +525,13 @@ class GeneratorConfig:
             mailbox = self._open(store, rank, [generator], incarnation, announce)
         layout, table = Layout(self.host_of), StatusTable(store, self.room, self.workers, rank)
         return mailbox, Client(
-            mailbox, rank, generator, layout, self.rules, self.timeout, table, is_running
+            mailbox, rank, generator, layout, self.rules, self.timeout, table, is_running, name
         )
 
     def _name(self, member: int) -> str:
-        return self.me if member == self.workers else f"rank {member}"
+        if member == self.workers:
+            return self.me
+        return f"rank {self.ranks[member] if self.ranks else member}"
 
     def _membership(self, store: Store, member: int) -> MembershipClient:
         return MembershipClient(store, self.room, member, self.workers + 1, name=self._name)
