@@ -133,6 +133,24 @@ def test_without_torchft_one_line_says_how_to_install_it(
     assert "pip install 'wingbeat[torchft]'" in capsys.readouterr().err
 
 
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_both_diloco_have_the_arbiters_weights_and_a_sketch_an_eighth_of_the_bytes(
+    diloco: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchft")
+    words = ["--width", "64", "--every", "4", "--rounds", "1", "--codecs", "sketch@4"]
+    monkeypatch.setattr(sys, "argv", ["d", "--json", str(tmp_path / "a.json"), *words])
+    assert diloco.main() == 1  # 1/8 is more than 1/50
+    rows = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["rows"]
+    *exact, sketched = rows.values()
+    assert len(exact) == 3
+    assert all(row["difference_double"] < diloco.WEIGHTS_LIMIT for row in exact)
+    assert 1 / 8 < sketched["of_bytes"] < 1 / 6
+    assert sketched["difference"] > 1e-3
+
+
 # -- Ripples ----------------------------------------------------------------------------------
 
 
@@ -194,16 +212,18 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_hsdp_waits_for_the_slow_process(
+def test_hsdp_waits_for_the_slow_process_and_ripples_does_not(
     ripples: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    words = ["--lab", "star:2@10gbit", "--model", "paced:resnet50@0.02", "--normal", "compute"]
-    words += ["--rows", "hsdp", "allreduce", "--rounds", "1", "--seconds", "6"]
+    words = ["--lab", "star:3@10gbit", "--model", "paced:resnet50@0.02", "--normal", "compute"]
+    words += ["--rows", "hsdp", "allreduce", "ripples", "--rounds", "1", "--seconds", "15"]
     monkeypatch.setattr(sys, "argv", ["r", "--json", str(tmp_path / "a.json"), *words])
-    assert ripples.main() == 0
+    assert ripples.main() in (0, 1)  # on a busy machine they keep less than the limit
     found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     assert found["sleep_s"] == pytest.approx(4 * 0.2177, rel=0.01)
     for row in ("hsdp", "allreduce"):
         [slowed] = found["turns"][row]["one slow"]
-        assert slowed[0] == pytest.approx(slowed[1], rel=0.1)  # all in lockstep
+        assert min(slowed) == pytest.approx(max(slowed), rel=0.1)  # all in lockstep
         assert max(slowed) < 1 / found["sleep_s"]
+    [(first, slow, last)] = found["turns"]["ripples"]["one slow"]
+    assert min(first, last) > 1.5 * slow
