@@ -14,6 +14,11 @@ import torch.nn.functional as F
 from mesh_cases import batch, net, replicas, sharded, train, weights
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import wingbeat
 import wingbeat.errors
@@ -29,16 +34,23 @@ def put(model: nn.Module, values: torch.Tensor) -> None:
 
 
 class OneProcess:
-    """Replicas of two ranks each in one process, averaged every ``every`` steps.
+    """Replicas in one process, of ``ranks`` batches each, averaged every ``every`` steps.
 
     With an outer optimizer of this learning rate and momentum; an average is adopted ``delay``
     steps late.
     """
 
     def __init__(
-        self, count: int, every: int, lr: float = 1.0, momentum: float = 0.0, delay: int = 0
+        self,
+        count: int,
+        every: int,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        delay: int = 0,
+        ranks: int = 2,
     ) -> None:
-        self.models = [net() for _ in range(count)]
+        width = 8 if ranks == 1 else 7
+        self.models, self.ranks = [net(width=width) for _ in range(count)], ranks
         self.optimizers = [
             torch.optim.AdamW(m.parameters(), lr=0.01, foreach=False) for m in self.models
         ]
@@ -49,9 +61,9 @@ class OneProcess:
     def step(self, step: int) -> None:
         for number, model in enumerate(self.models):
             model.zero_grad()
-            for part in range(2):
-                x, y = batch(step, 2 * number + part)
-                (F.mse_loss(model(x), y) / 2).backward()
+            for part in range(self.ranks):
+                x, y = batch(step, self.ranks * number + part)
+                (F.mse_loss(model(x), y) / self.ranks).backward()
         if self.sent and (step + 1 - self.delay) % self.every == 0:
             self.adopt()
         for optimizer in self.optimizers:
@@ -71,17 +83,29 @@ class OneProcess:
 
 
 def compared_with_one_process(strategy: str, steps: int, options: dict[str, Any]) -> list[float]:
-    """Relative differences of weights to the process above, before and after a synchronization."""
+    """Relative differences of weights to the process above, before and after a synchronization.
+
+    Replicas with one batch each are divided by tensor parallelism.
+    """
     wingbeat.init(timeout=60)
     try:
         mesh = replicas()
         one = OneProcess(mesh.shape[0], **options)
-        model: Any = sharded(net(), mesh["dp_shard"])
+        model: Any = net(width=8 if one.ranks == 1 else 7)
+        if one.ranks == 1:
+            parts = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
+            parallelize_module(model, mesh["dp_shard"], parts)
+        else:
+            sharded(model, mesh["dp_shard"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
         wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
         for step in range(steps):
             one.step(step)
-        train(model, optimizer, range(steps))
+        for step in range(steps):
+            x, y = batch(step, dist.get_rank() * one.ranks // 2)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
         found = []
         theirs = flat(one.models[dist.get_rank() // 2]).double()
         found.append(float((theirs - weights(model)).norm() / theirs.norm()))

@@ -21,7 +21,7 @@ def job() -> Iterator[Pool]:
     pool.close()
 
 
-EXACT = {
+EXACT: dict[str, dict[str, Any]] = {
     "localsgd:every=3": {"every": 3},
     "localsgd:every=1": {"every": 1},
     "localsgd:every=3,overlap=true": {"every": 3, "delay": 1},
@@ -32,7 +32,13 @@ EXACT = {
 
 @pytest.mark.parametrize("strategy", EXACT)
 def test_averages_over_fsdp2_equal_one_process(job: Pool, strategy: str) -> None:
-    options: dict[str, Any] = EXACT[strategy]
+    differences = job.run(cases.compared_with_one_process, strategy, 20, EXACT[strategy])
+    assert max(map(max, differences)) < 1e-6, differences
+
+
+@pytest.mark.parametrize("strategy", ["localsgd:every=3", "diloco:every=4,delay=2"])
+def test_averages_over_tensor_parallelism_equal_one_process(job: Pool, strategy: str) -> None:
+    options = {**EXACT[strategy], "ranks": 1}
     differences = job.run(cases.compared_with_one_process, strategy, 20, options)
     assert max(map(max, differences)) < 1e-6, differences
 
@@ -80,7 +86,7 @@ def test_replicas_continue_in_seconds_without_one_whose_rank_is_killed(
     fresh_pool: Callable[..., Pool], strategy: str, dying: int
 ) -> None:
     pool = fresh_pool(6, default_group=True)
-    outcomes = pool.outcomes(cases.killed, strategy, dying, 6, 12)
+    outcomes = pool.outcomes(cases.killed, strategy, dying, 6, 12, grace=30.0)
     assert outcomes[dying].kind == "died"
     other = outcomes[9 - dying].value
     assert other[0], "a replica cannot continue without a rank"

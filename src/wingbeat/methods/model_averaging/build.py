@@ -6,6 +6,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -167,7 +168,12 @@ def _check(context: BuildContext, partners: PartnersPart) -> None:
 def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
     """Return the parameters of each fragment, in the order in which forward reads them."""
     bucketing = training.bucketing
-    plan = plans.make_plan(fusion, bucketing.specs, bucketing.ready_order)
+    # By whole shapes: the parts of the ranks of a replica have different sizes, and some are empty.
+    specs = [
+        replace(spec, shape=tuple(slot.param.shape))
+        for spec, slot in zip(bucketing.specs, bucketing.slots, strict=True)
+    ]
+    plan = plans.make_plan(fusion, specs, bucketing.ready_order)
     return [
         [bucketing.slots[index] for index in sorted(bucket.tensors)]
         for bucket in reversed(plan.buckets)

@@ -48,8 +48,6 @@ _KEEPALIVE_S = 1.0
 SUCCESS = -2
 """Result of an average that is complete; others are `ABANDONED` and a lost member."""
 
-SAME = "which holds the same replica of the model"
-
 State = TypeVar("State")
 
 Member = Annotated[int, Range(SUCCESS, "workers")]
@@ -231,19 +229,23 @@ class Channel:
         self.error: PeerError | None = None
 
     def tell(self, message: Any) -> None:
-        """Send a message to all peers."""
-        kind, ids, payload = MESSAGES.pack(message)
+        """Send a message to all peers; raise a PeerError if one cannot receive it."""
         for peer in self.peers:
             try:
-                self._mailbox.post(peer, kind, payload, ids=ids, urgency=0)
+                self._post(peer, message)
             except PeerError:
                 failed = self._detector.failed()
                 raise self._lost(peer, failed.get(peer)) from None
 
     def tell_error(self, error: BaseException) -> None:
-        """Tell all peers that this rank's call has failed."""
-        with contextlib.suppress(WingbeatError):
-            self.tell(Raised(describe_error(error).encode()))
+        """Tell all peers that can receive it that this rank's call has failed."""
+        for peer in self.peers:
+            with contextlib.suppress(WingbeatError):
+                self._post(peer, Raised(describe_error(error).encode()))
+
+    def _post(self, peer: int, message: Any) -> None:
+        kind, ids, payload = MESSAGES.pack(message)
+        self._mailbox.post(peer, kind, payload, ids=ids, urgency=0, seconds=self.timeout)
 
     def next(self, seconds: float) -> tuple[int, Any] | None:
         """Return the next message with its sender; None if none arrives in ``seconds``.
@@ -268,7 +270,7 @@ class Channel:
         peer, record = self._received.popleft()
         if isinstance(record, Raised):
             text = bytes(record.error[:MAX_ERROR_CHARS]).decode(errors="replace")
-            raise self._failed(f"rank {peer}, {SAME}, failed: {printable(text)}")
+            raise self._failure(peer, f"failed: {printable(text)}")
         return peer, record
 
     def peek(self) -> Any:
@@ -279,7 +281,7 @@ class Channel:
 
     def close(self, *, quick: bool) -> None:
         """Close it; ``quick`` without waiting for messages to arrive."""
-        if quick:
+        if quick or self.error is not None or self._detector.failed():
             self._mailbox.abandon()
             return
         with contextlib.suppress(PeerError):  # a peer may have died just now
@@ -306,12 +308,13 @@ class Channel:
     def _lost(self, peer: int, failed: Failed | None) -> PeerError:
         error = published_failure(self._store, peer, ANSWER_TIMEOUT_S)
         how = f"failed with {error}" if error else failed.text if failed else "has failed"
-        return self._failed(
-            f"rank {peer}, {SAME}, {how}; the other replicas continue without this one"
-        )
+        return self._failure(peer, how)
 
-    def _failed(self, what: str) -> PeerError:
-        self.error = PeerError(f"rank {self.rank}: {what}")
+    def _failure(self, peer: int, how: str) -> PeerError:
+        self.error = PeerError(
+            f"rank {self.rank}: rank {peer}, which holds the same replica of the model, {how}; the "
+            "other replicas continue without this one"
+        )
         return self.error
 
 
@@ -554,8 +557,8 @@ class Follower:
             raise channel.violation(channel.leader, f"{begun!r:.80}")
         if begun.call != call:
             raise UsageError(
-                f"rank {channel.rank} is in {CALLS[call]}, and rank {channel.leader}, {SAME}, "
-                f"in {CALLS[begun.call]}: all ranks of a replica "
+                f"rank {channel.rank} is in {CALLS[call]}, and rank {channel.leader}, which holds "
+                f"the same replica of the model, in {CALLS[begun.call]}: all ranks of a replica "
                 "must make the same calls in the same order"
             )
 

@@ -320,17 +320,16 @@ class GroupSession:
         self._sender.close()
         self.client.leave(failed=graceful_shutdown.is_failing())
         self.reducer.close()
+        kill = graceful_shutdown.is_failing() or self.client.fallback is not None
+        if self._mailbox is not None:
+            if kill:
+                self._mailbox.abandon()
+            else:
+                with contextlib.suppress(PeerError):  # the generator may have died just now
+                    self._mailbox.close()
+            self._end_service(kill)
         if self._channel is not None:
             self._channel.close(quick=graceful_shutdown.is_failing())
-        kill = graceful_shutdown.is_failing() or self.client.fallback is not None
-        if self._mailbox is None:
-            return
-        if kill:
-            self._mailbox.abandon()
-        else:
-            with contextlib.suppress(PeerError):  # the generator may have died just now
-                self._mailbox.close()
-        self._end_service(kill)
 
     def _end_service(self, kill: bool) -> None:
         service, self._service = self._service, None

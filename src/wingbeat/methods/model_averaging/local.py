@@ -174,15 +174,18 @@ class LocalUpdate(WholeUpdate):
 
     def log_lost(self, saver: int, size: int, differed: bool) -> None:
         """Log once, on one rank, what a state lacks that rank ``saver`` of ``size`` has saved."""
-        rank = self._training.collectives.world.rank
-        if self._training.collectives.world.size == 1 or rank != (saver + 1) % size:
+        world = self._world
+        leads = world.inside is None or world.ranks[world.rank] == world.inside.leader
+        if world.size == 1 or world.rank != (saver + 1) % size or not leads:
             return
         moved = " and what its model had moved since wingbeat.synchronize() are"
         own = "its optimizer's own state" + (moved if differed else " is")
         log.warning(
-            "load_state_dict(): rank %d loads what rank %d has saved: %s lost; to continue as "
+            "load_state_dict(): %s loads what %s has saved: %s lost; to continue as "
             "without a stop, save and load model and optimizer on every rank",
-            rank, saver, own,
+            world.name_of(world.rank),
+            world.name_of(saver) if saver < world.size else f"rank {saver}",
+            own,
         )  # fmt: skip
 
     @property
