@@ -297,12 +297,14 @@ def test_dead_leader_ends_its_followers_in_seconds() -> None:
 
 def test_different_calls_of_ranks_of_one_replica_are_refused() -> None:
     def body(world: World) -> str:
-        session = GroupSession(world, torch.zeros(8), None)
+        session = GroupSession(world, torch.zeros(8), Rules.all_workers())
         wrong = world.ranks[world.rank] == 3
         try:
             session.synchronize() if wrong else session.step()
         except (UsageError, PeerError) as error:
             return str(error)
+        finally:
+            session.close()
         return ""
 
     found = loopback.run(columns(2, 2, timeout=5.0), body)
