@@ -24,7 +24,7 @@ def columns(
             number = world.rank
             world.members = tuple(of[column] for of in ranks)
             world.inside = Replica(
-                number, ranks[number], (), (), "cpu", ranks[number][0], tuple(ranks), inside
+                number, column, ranks[number], (), (), "cpu", tuple(ranks), inside, ranks[number][0]
             )
             found[ranks[number][column]] = world
     return [found[rank] for rank in sorted(found)]

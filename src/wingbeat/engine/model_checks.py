@@ -107,16 +107,15 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
         )
     what = ""
     if not exchange.of_replicas:
-        what = "it exchanges messages between single processes"
-    elif strategy.update_part.divides:
-        what = "fully_shard() divides the optimizer's state already"
+        what = "it averages models of single processes; use LocalSGD(), DiLoCo() or Ripples()"
     elif strategy.update_part.shards:
-        what = "it divides parameters among processes that hold all of them"
+        what = "fully_shard() divides the optimizer's state already; leave shard_optimizer out"
     if what:
         raise UsageError(
             f"distribute(mesh=...): {strategy!r} is not possible for replicas of {replica.size} "
-            f"ranks: {what}; use wingbeat.AllReduce(), DeAR(), LocalSGD(), DiLoCo() or Ripples()"
+            f"ranks: {what}"
         )
+    exchange.check_replicas(strategy)
 
 
 def check_placed(model: torch.nn.Module, world: World) -> None:

@@ -28,28 +28,34 @@ class Replica:
 
     Attributes:
         number: of this replica, which is this worker's rank in its column.
+        place: of this rank in the replica, which is the number of its column.
         ranks: of the job, ascending.
         names: of the dimensions inside that have several ranks.
         groups: torch's process group of each of these, which this rank is in.
         device: the device type of the mesh, whose tensors the groups reduce.
-        leader: the rank of the job that decides for the replica. The leaders are one column.
         replicas: the ranks of each replica of the job.
-        store: a part of the job's, for the ranks of this replica.
+        mesh_store: a part of the job's store, for all ranks of the mesh.
+        leader: the rank of the job that decides for the replica. The leaders are one column.
     """
 
     number: int
+    place: int
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     groups: tuple[Any, ...]
     device: str
-    leader: int
     replicas: tuple[tuple[int, ...], ...]
-    store: AtomicStore
+    mesh_store: AtomicStore
+    leader: int
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    def name(self, number: int) -> str:
+        """Return the name of a replica in messages."""
+        return f"replica {number} (ranks {_listed(self.replicas[number])})"
 
     def group_ranks(self, name: str) -> list[int]:
         """Return the ranks along a dimension, of the job."""
@@ -176,13 +182,14 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
         inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
         world.inside = Replica(
             number,
+            position,
             tuple(sorted(replicas[number].tolist())),
             tuple(names[i] for i in inner),
             tuple(mesh.get_group(i) for i in inner),
             mesh.device_type,
-            int(replicas[number, 0]),
             tuple(tuple(sorted(row)) for row in replicas.tolist()),
-            job.store.under(f"replica/{len(known)}/{number}"),
+            job.store.under(f"mesh/{len(known)}"),
+            int(replicas[number, 0]),
         )
         known[key] = world
     return known[key]

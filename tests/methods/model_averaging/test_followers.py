@@ -23,7 +23,7 @@ from wingbeat.methods.model_averaging.followers import (
     Raised,
 )
 from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.group_all_reduce import Patience
+from wingbeat.methods.model_averaging.group_all_reduce import GracePeriod
 from wingbeat.methods.model_averaging.group_averager import GroupSession
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.schema import MalformedMessage
@@ -75,15 +75,15 @@ class FakeColumn:
     def __init__(self, plan: list[Any]) -> None:
         self.plan, self.at = plan, -1
         self.done: list[Any] = []
-        self.blamed: list[tuple[int, int]] = []
+        self.causes: list[tuple[int, int]] = []
         self.closed: list[Any] = []
 
     def attempt(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
         self.at += 1
         planned, seconds = self.plan[self.at]
-        until, patience = time.monotonic() + seconds, self.patience()
+        until, grace = time.monotonic() + seconds, self.grace_period()
         while planned == "stuck" or time.monotonic() < until:
-            if not patience.lasts(arrival()):
+            if not grace.lasts(arrival()):
                 return ABANDONED
             time.sleep(1e-3)
         return planned
@@ -91,11 +91,11 @@ class FakeColumn:
     def apply(self) -> None:
         self.done.append(self.at)
 
-    def blame(self, connection: int, member: int) -> None:
-        self.blamed.append((connection, member))
+    def publish_cause(self, connection: int, member: int) -> None:
+        self.causes.append((connection, member))
 
-    def patience(self) -> Patience:
-        return Patience(0.05)
+    def grace_period(self) -> GracePeriod:
+        return GracePeriod(0.05)
 
     def close(self, connections: Any = None) -> None:
         self.closed += [None] if connections is None else connections
@@ -178,7 +178,7 @@ def test_all_ranks_replace_their_buffers_or_none(seed: int) -> None:
         for fake in fakes:
             assert (number in fake.done) == (result is None)
             assert (number in fake.closed) == (result is not None)
-            assert not lost or (number, result) in fake.blamed
+            assert not lost or (number, result) in fake.causes
 
 
 @pytest.mark.parametrize("losing", [0, 1, 2])

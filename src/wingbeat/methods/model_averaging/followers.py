@@ -213,10 +213,10 @@ class Channel:
         self.timeout, self._replicas = world.timeout, world.size
         self._store: Store = world.store
         self._mailbox: Mailbox = open_mailbox(
-            replica.store,
+            replica.mesh_store,
             self.rank,
             self.peers,
-            namespace=room,
+            namespace=f"inside {room}",
             interfaces=("lo",) if world.threads else world.interfaces or None,
             classes=1,
             encrypted=encrypted,
@@ -330,11 +330,11 @@ class Attempts(Protocol):
     def apply(self) -> None:
         """Replace the buffer by the average of a successful attempt."""
 
-    def blame(self, connection: int, member: int) -> None:
+    def publish_cause(self, connection: int, member: int) -> None:
         """Tell the peers in this column that the group fails because of ``member``."""
 
-    def patience(self) -> Any:
-        """Return how long to wait for members that will not arrive: a `Patience`."""
+    def grace_period(self) -> Any:
+        """Return how long to wait for members that will not arrive: a `GracePeriod`."""
 
     def close(self, connections: Iterable[int] | None = None) -> None:
         """Close the connections with these ids; all if None."""
@@ -395,7 +395,7 @@ class Leader:
             self._read(0.0)
             if (cause := self._cause()) is None:
                 return arrival()
-            self._reducer.blame(connection, cause)
+            self._reducer.publish_cause(connection, cause)
             return Arrival.IMPOSSIBLE
 
         own = self._reducer.attempt(run, connection, continued)
@@ -440,12 +440,12 @@ class Leader:
 
     def _decide(self, own: int, arrival: Callable[[], Arrival]) -> int:
         """Wait for the results of all ranks; return that of the replica."""
-        channel, patience, stopped = self._channel, self._reducer.patience(), False
+        channel, grace, stopped = self._channel, self._reducer.grace_period(), False
         wait = WaitLog(f"rank {channel.rank}", "its part of an average", time.monotonic)
         self._results[channel.rank] = own
         while missing := [rank for rank in channel.peers if rank not in self._results]:
             cause = self._cause()
-            if not stopped and (cause is not None or not patience.lasts(arrival())):
+            if not stopped and (cause is not None or not grace.lasts(arrival())):
                 stopped = True
                 channel.tell(Stop(ABANDONED if cause is None else cause))
             self._read(CHECK_S)
@@ -474,7 +474,7 @@ def settle(reducer: Attempts, connection: int, result: int) -> int | None:
         reducer.apply()
         return None
     if result != ABANDONED:
-        reducer.blame(connection, result)
+        reducer.publish_cause(connection, result)
     reducer.close([connection])
     return result
 
@@ -570,7 +570,7 @@ class Follower:
             if not isinstance(message, Stop):
                 return Arrival.POSSIBLE
             if message.cause >= 0:
-                reducer.blame(connection, message.cause)
+                reducer.publish_cause(connection, message.cause)
             return Arrival.IMPOSSIBLE
 
         own = reducer.attempt(Run(0, 0, members, NO_INITIATOR), connection, arrival)

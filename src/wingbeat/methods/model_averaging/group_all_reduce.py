@@ -94,7 +94,7 @@ class ModelCompression:
             self._residual[inside] = self._new_residual[inside]
 
 
-class Patience:
+class GracePeriod:
     """Decides how long a group waits for members that will not arrive.
 
     A departed member may have sent all that is needed. If this worker abandoned the collective too
@@ -200,7 +200,7 @@ class GroupAllReduce:
                 group=self.members,
             )  # fmt: skip
 
-    def blame(self, connection: int, member: int) -> None:
+    def publish_cause(self, connection: int, member: int) -> None:
         """Publish that a group fails here because of ``member``, before its connections close."""
         if connection in self._open:
             group, inner, _ = self._open[connection]
@@ -227,16 +227,16 @@ class GroupAllReduce:
         """Wait for a collective; return False if members will not arrive."""
         over = threading.Event()
         handle.add_done_callback(lambda _: over.set())
-        begun, patience = time.monotonic(), self.patience()
+        begun, grace = time.monotonic(), self.grace_period()
         while not over.wait(CHECK_S):
-            if not patience.lasts(arrival()):
+            if not grace.lasts(arrival()):
                 return over.is_set()
         self._longest_s = max(self._longest_s, time.monotonic() - begun)
         return True
 
-    def patience(self) -> Patience:
+    def grace_period(self) -> GracePeriod:
         """Return how long to wait for the data of members that will not arrive, from now on."""
-        return Patience(GRACE_S + 2 * self._longest_s)
+        return GracePeriod(GRACE_S + 2 * self._longest_s)
 
     def _lose(self, connection: int) -> int:
         """Return the member that has failed; this worker if the others have not waited for any."""

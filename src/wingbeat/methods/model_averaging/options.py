@@ -167,11 +167,6 @@ class Groups(PartnersPart):
         return group_averager(self, world, model, compression)
 
     @property
-    def of_replicas(self) -> bool:
-        """Always true: one rank of a replica is a client of the generator for all."""
-        return True
-
-    @property
     def readmits(self) -> bool:
         """Whether there is a generator, which alone can admit a rejoining worker."""
         return self.policy != "static"
@@ -198,6 +193,11 @@ class Pairs(PartnersPart):
     def __post_init__(self) -> None:
         self.check_flag("encrypted")
         self.check_count("seed", 0, 2**31 - 1)
+
+    @property
+    def of_replicas(self) -> bool:
+        """Always false: pairs of ranks are not tested in columns."""
+        return False
 
     def build_averager(
         self, world: World, model: FlatModel, compression: ModelCompression
