@@ -47,10 +47,7 @@ UNSUITABLE = {
         "digits_", "batch_norm_evaluated_on", "submodule_called_directly", "two_models_alternating",
         "two_models_and_gradients", "gradients_by_captured_parameters_numpy",
         "parameters_read_by_attribute", "one_rank_alone_records", "the_last_rank_alone_traces",
-        "a_part_or_a_copy_is_scripted", "a_model_that_clones_itself", "right_after_step_pickle",
-    ),
-    "known fault: after an exception in a backward the next one is refused in some runs": (
-        "forward_straight_after_an_exception_in_backward",
+        "a_part_or_a_copy_is_scripted",
     ),
     "moving the model breaks what it tests": (
         "a_part_compiled_by_torchscript", "parameters_that_share_memory", "optimizer_adagrad",
