@@ -52,11 +52,6 @@ def pinned_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
 
-def serial_queue() -> SerialQueue:
-    """Return a queue for `Copies`."""
-    return SerialQueue(_threads)
-
-
 class Copies:
     """Copies between an accelerator and the host, on one stream for each direction.
 
@@ -67,7 +62,7 @@ class Copies:
     def __init__(self, device: torch.device, queue: SerialQueue | None = None) -> None:
         self._device = device
         self._out, self._into = torch.Stream(device=device), torch.Stream(device=device)
-        self._queue = queue or serial_queue()
+        self._queue = queue or SerialQueue(_threads)
 
     def ready(self) -> torch.Event:
         """Return an event after everything that the current stream was given."""
@@ -120,9 +115,15 @@ class Copies:
         submit: Callable[[], Waitable],
         back: Sequence[Pair],
     ) -> HostOperation:
-        """Copy ``out`` to the host, then ``submit`` in another thread; copy ``back`` at its end."""
+        """Copy ``out`` to the host, then ``submit`` in another thread; copy ``back`` at its end.
+
+        Without ``out`` it is submitted by the calling thread.
+        """
         operation = HostOperation(self, what, self.ready(), back)
-        self.queue(operation, out, submit)
+        if out:
+            self.queue(operation, out, submit)
+        else:
+            operation.submit(submit, None)
         return operation
 
     def queue(
@@ -131,6 +132,21 @@ class Copies:
         """As `start`, for an operation that exists."""
         copied = self.out(out, operation.ready) if out else None
         self._queue.start(lambda: operation.submit(submit, copied))
+
+
+class CopiesByDevice:
+    """The `Copies` of each device, with one order of operations."""
+
+    def __init__(self) -> None:
+        self._queue, self._lock = SerialQueue(_threads), threading.Lock()
+        self._copies: dict[torch.device, Copies] = {}
+
+    def of(self, device: torch.device) -> Copies:
+        """Return the copies of a device."""
+        with self._lock:
+            if device not in self._copies:
+                self._copies[device] = Copies(device, self._queue)
+            return self._copies[device]
 
 
 class HostOperation:

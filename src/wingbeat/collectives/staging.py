@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from wingbeat.collectives.packing import Encoded, WireFormat, encoded_of
-from wingbeat.collectives.pinned import Copies, HostOperation, Pair, pinned_like, serial_queue
+from wingbeat.collectives.pinned import CopiesByDevice, HostOperation, Pair, pinned_like
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.types import Span, blocks_of
 
@@ -55,7 +55,7 @@ class StagedJob(HostOperation):
     """
 
     def __init__(self, staging: Staging, call: StagedCall, after: StagedJob | None) -> None:
-        copies = staging.copies_of(call.buffer.device)
+        copies = staging.copies.of(call.buffer.device)
         super().__init__(copies, call.what, copies.ready())
         self.call = call
         self.handle: Handle | None = None
@@ -103,9 +103,7 @@ class Staging:
             raise UsageError(f"{world.group} carries CPU tensors only: copy them to the CPU")
         self.channel = (world.parent or world).open_channel()
         self.rank, self.size = world.rank, world.size
-        self._copies: dict[torch.device, Copies] = {}
-        self._queue = serial_queue()
-        self._lock = threading.Lock()
+        self.copies = CopiesByDevice()
         world.on_close(self.channel.close)
 
     def start(self, call: StagedCall, after: StagedJob | None, submit: Submit) -> StagedJob:
@@ -128,13 +126,6 @@ class Staging:
             job.back.append(Pair(kept, job.residual))
         job.copies.queue(job, out, lambda: job.begin(submit))
         return job
-
-    def copies_of(self, device: torch.device) -> Copies:
-        """Return the streams of a device."""
-        with self._lock:
-            if device not in self._copies:
-                self._copies[device] = Copies(device, self._queue)
-            return self._copies[device]
 
     def _own(self, call: StagedCall) -> Span:
         return (call.blocks or blocks_of(call.buffer.numel(), self.size))[self.rank]
