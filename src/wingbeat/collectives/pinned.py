@@ -149,6 +149,58 @@ class CopiesByDevice:
             return self._copies[device]
 
 
+class HostMirror:
+    """Copies lists of tensors of any device to memory of the host, and back.
+
+    Only `read` waits: for its copies, and for copies from memory that it is about to overwrite.
+    """
+
+    def __init__(self) -> None:
+        self._copies = CopiesByDevice()
+        self._written: list[torch.Event] = []
+
+    @torch.no_grad()
+    def read(self, hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Copy tensors to ``hosts``, of the same shapes, and wait until they are there."""
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            if tensors:
+                torch._foreach_copy_(list(hosts), list(tensors))
+            return
+        while self._written:
+            self._written.pop().synchronize()
+        there: dict[torch.device, list[Pair]] = {}
+        for host, tensor in zip(hosts, tensors, strict=True):
+            if tensor.device.type == "cpu":
+                host.copy_(tensor)
+            else:
+                # Converted on the device: to convert on the host, torch would wait for it.
+                sent = tensor.to(host.dtype).contiguous()
+                there.setdefault(tensor.device, []).append(Pair(sent, host))
+        for device, pairs in there.items():
+            self._copies.of(device).read(pairs)
+
+    @torch.no_grad()
+    def write(self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
+        """Copy ``hosts`` to tensors. The memory of ``hosts`` is in use until the next `read`."""
+        if tensors:
+            torch._foreach_copy_(list(tensors), self.moved(hosts, tensors))
+
+    @torch.no_grad()
+    def moved(
+        self, hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return ``hosts`` on the devices of the tensors: copies, except on the CPU."""
+        made = list(hosts)
+        there: dict[torch.device, list[Pair]] = {}
+        for place, (host, tensor) in enumerate(zip(hosts, tensors, strict=True)):
+            if tensor.device.type != "cpu":
+                made[place] = torch.empty(host.shape, dtype=host.dtype, device=tensor.device)
+                there.setdefault(tensor.device, []).append(Pair(made[place], host))
+        for device, pairs in there.items():
+            self._written.append(self._copies.of(device).write(pairs))
+        return made
+
+
 class HostOperation:
     """An operation in progress on the host's copies of tensors of an accelerator."""
 

@@ -173,7 +173,7 @@ def _checked(answers: Sequence[Any], rank: int) -> list[tuple[int, int, int]]:
 def _digest(slots: Sequence[Slot]) -> int:
     found = 0
     for slot in slots:
-        values = slot.param.detach().reshape(-1).view(torch.uint8)
+        values = slot.param.detach().cpu().reshape(-1).view(torch.uint8)
         found = zlib.crc32(values.numpy().tobytes(), found)
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import sys
 from collections import defaultdict
@@ -197,7 +198,8 @@ class RemoteOptimizer:
 
     def send_gradients(self, each: Slice, gradients: torch.Tensor) -> None:
         """Send gradients of a slice that replace the sum in the next update."""
-        self._submit(Kind.GRADIENTS, each.server, each.number, self.updates, bytes_of(gradients.cpu()))
+        payload = bytes_of(gradients.cpu())
+        self._submit(Kind.GRADIENTS, each.server, each.number, self.updates, payload)
 
     def barrier(self) -> None:
         """Signal that this worker has loaded all its slices; servers wait for all workers."""
@@ -525,7 +527,7 @@ class ServerUpdate(DividedUpdate):
         return {
             each
             for each, some in zip(owned, flags, strict=True)
-            if any([next(truths) for _ in some])  # each has its own
+            if any(list(itertools.islice(truths, len(some))))  # each has its own
         }
 
     def _prepare_gradients(
