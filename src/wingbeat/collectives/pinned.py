@@ -196,6 +196,7 @@ class HostMirror:
             if tensor.device.type != "cpu":
                 made[place] = torch.empty(host.shape, dtype=host.dtype, device=tensor.device)
                 there.setdefault(tensor.device, []).append(Pair(made[place], host))
+        self._written = [event for event in self._written if not event.query()]
         for device, pairs in there.items():
             self._written.append(self._copies.of(device).write(pairs))
         return made

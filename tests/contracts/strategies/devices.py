@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +63,15 @@ def load() -> None:
     accelerator.load()
 
 
+@contextlib.contextmanager
+def _named(seed: int) -> Iterator[None]:
+    """Name the seed in an error."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"with seed {seed}: {type(error).__name__}: {error}") from error
+
+
 def scenario_on_late_device(name: str, strategy: str, mb: float, seeds: range) -> None:
     """Run a scenario on the device of tests, with each seed of the order of streams."""
     late = accelerator.load()
@@ -68,7 +79,8 @@ def scenario_on_late_device(name: str, strategy: str, mb: float, seeds: range) -
     device = torch.device(accelerator.NAME, 0)
     for seed in seeds:
         late.late_seed(size * seed + rank)
-        run_on(device, name, strategy, mb)
+        with _named(seed):
+            run_on(device, name, strategy, mb)
 
 
 def scenario_on_gpu(name: str, strategy: str, mb: float) -> None:
@@ -96,11 +108,13 @@ def run_on(device: torch.device, name: str, strategy: str, mb: float) -> None:
 STEPS = 6
 
 
-def _weights_after(strategy: str, device: torch.device, rank: int) -> list[Tensor]:
+def _weights_after(
+    strategy: str, device: torch.device, rank: int, momentum: float = 0.5
+) -> list[Tensor]:
     """Train `Sums`, whose gradients do not depend on its weights; return weights of each step."""
     bring_world_up()
     model: Any = Sums().to(device)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
     made = Ako(mb=TINY_MB) if strategy == "ako" else parse(strategy)
     model, optimizer = wingbeat.distribute(model, optimizer, made)
     found = []
@@ -124,23 +138,26 @@ def training_on_late_device(strategy: str, seeds: range) -> None:
     want = _weights_after(strategy, torch.device("cpu"), rank)
     for seed in seeds:
         late.late_seed(size * seed + rank)
-        got = _weights_after(strategy, torch.device(accelerator.NAME, 0), rank)
+        with _named(seed):
+            got = _weights_after(strategy, torch.device(accelerator.NAME, 0), rank)
         for number, (mine, wanted) in enumerate(zip(got, want, strict=True)):
             assert torch.equal(mine, wanted), f"step {number}, seed {seed}: {mine} not {wanted}"
 
 
-def mean_on_late_device(strategy: str, seeds: range) -> None:
-    """Check that averages of any workers at any time keep the mean of all models."""
+def mean_on_late_device(strategy: str, momentum: float, seeds: range) -> None:
+    """Check that what workers exchange at any time keeps the mean of all models."""
     late, (rank, size) = accelerator.load(), rank_and_size()
     want = torch.zeros(())
     for each in range(size):
         model, velocity = _flat(Sums()), 0
         for number in range(STEPS):
             gradient = torch.cat([value.reshape(-1) for value in given(number, each).values()])
-            velocity = 0.5 * velocity + gradient
+            velocity = momentum * velocity + gradient
             model = model - 0.5 * velocity
         want = want + model / size
     for seed in seeds:
         late.late_seed(size * seed + rank)
-        got = _weights_after(strategy, torch.device(accelerator.NAME, 0), rank)[-1]
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        device = torch.device(accelerator.NAME, 0)
+        with _named(seed):
+            got = _weights_after(strategy, device, rank, momentum)[-1]
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -68,11 +68,12 @@ def trains_as_all_reduce_does() -> None:
         )
     # Buffers go by the usual one; the urgent class is EF.
     assert set(made) - {None} == {0xB8, 0x00}, made
-    with pytest.raises(UsageError, match="each GPU serves its block"):
-        trained(wingbeat_lab.VanillaPS())
-    words = 'update="server" with parameters on cpu: servers update on the CPU only; use'
-    with pytest.raises(UsageError, match=words):
-        trained(wingbeat.Geryon(update="server"))
+    # What GPUs do not serve is served by processes on the host.
+    for other in (wingbeat_lab.VanillaPS(), wingbeat.Geryon(update="server", encrypted=False)):
+        got = trained(other)
+        assert all(
+            torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(got, want, strict=True)
+        )
     wingbeat.shutdown()
 
 

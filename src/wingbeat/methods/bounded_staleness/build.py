@@ -27,6 +27,7 @@ def build_runtime(bounded: Bounded, context: BuildContext) -> Runtime:
     training = context.training
     if not bounded.exact:
         _refuse_other_optimizers(training)
+    context.compression.on_host = True
     exchange = BoundedStalenessExchange(
         context.world,
         bounded,

@@ -23,8 +23,8 @@ def build_runtime(servers: Servers, context: BuildContext) -> Runtime:
 
 def _exchange(servers: Servers, context: BuildContext) -> Exchange:
     wire = context.strategy.wire
-    if context.on_gpu:
-        return GpuServerExchange(context.world, servers, wire)
+    if context.on_gpu and GpuServerExchange.fits(servers, wire):
+        return GpuServerExchange(context.world, servers)
     exchange = ServerExchange(context.world, servers, _gradient_bytes(context), wire)
     context.compression.collect, context.compression.on_host = exchange.collect, True
     return exchange

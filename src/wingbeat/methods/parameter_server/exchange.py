@@ -314,24 +314,14 @@ class GpuServerExchange:
     reduce-scatter, because the worker that keeps a block is its server, and a pull is an
     all-gather. Operations start in the order of the calls, which is the same on all workers. NCCL
     requires this if several communicators share a GPU.
-
-    Raises:
-        UsageError: NCCL does not support an option.
     """
 
-    def __init__(self, world: World, servers: Servers, wire: str | Coded = "") -> None:
-        if wire:
-            raise UsageError(
-                f"compression={wire!r} with parameters on a GPU: as servers, GPUs sum gradients in "
-                "their own dtype only; use compression='fp32', or this one with wingbeat.AllReduce "
-                "or DeAR"
-            )
-        if servers.count or servers.whole or servers.order != Servers.order:
-            raise UsageError(
-                "parameters on a GPU: each GPU serves its block of every bucket, in the order in "
-                "which they are ready; use servers=0, placement='sharded' and order='ready', as "
-                "wingbeat.Geryon() does, or keep the model on the CPU"
-            )
+    @staticmethod
+    def fits(servers: Servers, wire: str | Coded) -> bool:
+        """Whether GPUs can serve: each serves its block of every bucket, when it is ready."""
+        return not (wire or servers.count or servers.whole or servers.order != Servers.order)
+
+    def __init__(self, world: World, servers: Servers) -> None:
         self._world = world
         self._servers = servers
         self._positions: dict[int, int] = {}
