@@ -49,7 +49,7 @@ test-gpu: $(READY) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(TESTS)
 
 test-streams: $(READY) ## Run the contract of strategies with 2,000 orders of an accelerator's streams
-	$(BIN)/python tools/streams.py --json streams.json
+	$(BIN)/python tools/streams.py --json out/streams.json
 
 wheel-test: $(READY) ## Build the wheel, install it into a bare environment, train a step there
 	$(BIN)/python tools/wheel_test.py $(PIP_ARGS)

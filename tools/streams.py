@@ -2,7 +2,7 @@
 
 ::
 
-    python tools/streams.py --json streams.json
+    python tools/streams.py --json out/streams.json
 
 Each run of a scenario has a seed of its own, which draws how late each stream is and which runs
 next. The suite is run with at least 1,000 seeds over all scenarios; then a short list of quick
@@ -123,6 +123,7 @@ def main() -> None:
             found[part] = sweep(cases)
             print(part, json.dumps({**found[part], "failed": len(found[part]["failed"])}))
             if given.json is not None:
+                given.json.parent.mkdir(parents=True, exist_ok=True)
                 given.json.write_text(json.dumps(found, indent=2) + "\n")
     sys.exit(any(found[part]["failed"] for part in parts if part in found))
 
