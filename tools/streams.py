@@ -94,7 +94,10 @@ def sweep(cases: Iterator[Case]) -> dict[str, Any]:
             pool.run(case, *arguments, seeds, deadline=DEADLINE)
         except CaseFailed as error:
             failed.append({"name": name, "seeds": [seeds.start, seeds.stop], "error": str(error)})
-            print(f"FAILED {name}, seeds {seeds.start} to {seeds.stop - 1}: {str(error)[:300]}", flush=True)
+            print(
+                f"FAILED {name}, seeds {seeds.start} to {seeds.stop - 1}: {str(error)[:300]}",
+                flush=True,
+            )
             pool.close()
             pool = opened()
     pool.close()

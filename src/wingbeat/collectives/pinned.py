@@ -98,7 +98,7 @@ class Copies:
         torch.accelerator.current_stream(self._device).wait_event(event)
 
     def read(self, pairs: Sequence[Pair]) -> None:
-        """Copy to the host, and wait for these copies; the device goes on."""
+        """Copy to the host, and wait for these copies; the device continues."""
         if pairs:
             self.out(pairs, self.ready()).synchronize()
 
