@@ -98,6 +98,13 @@ def test_scenario_on_a_late_device_equals_the_reference(
     run(pool, name, strategy, TINY if number % 3 else LARGE, seeds)
 
 
+@pytest.mark.parametrize("strategy", ["geryon-start", "geryon-server"])
+def test_scenario_of_servers_on_a_late_device_equals_the_reference(
+    pool: Pool, strategy: str
+) -> None:
+    run(pool, "two_backwards_without_no_sync", strategy, TINY, range(7000, 7002))
+
+
 def all_pairs() -> list[tuple[str, str]]:
     """Return every scenario that can run on a device, with strategies that take turns."""
     suitable = [case for case in SCENARIOS.values() if not case.name.startswith(WITHOUT)]
