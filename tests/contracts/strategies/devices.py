@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -161,3 +162,23 @@ def mean_on_late_device(strategy: str, momentum: float, seeds: range) -> None:
         with _named(seed):
             got = _weights_after(strategy, device, rank, momentum)[-1]
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def waits_on_late_device(strategy: str) -> int:
+    """Return how often the training thread waits for the device in some steps."""
+    late, (rank, _) = accelerator.load(), rank_and_size()
+    device = torch.device(accelerator.NAME, 0)
+    bring_world_up()
+    model: Any = Sums().to(device)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    made = Ako(mb=TINY_MB) if strategy == "ako" else parse(strategy)
+    model, optimizer = wingbeat.distribute(model, optimizer, made)
+    batches = [{k: v.to(device) for k, v in given(n, rank).items()} for n in range(STEPS)]
+    found = 0
+    for number, numbers in enumerate(batches):
+        before = late.late_synchronizations(threading.get_native_id())
+        step(model, optimizer, numbers)
+        if number >= 2:  # the first steps learn the order of gradients
+            found += late.late_synchronizations(threading.get_native_id()) - before
+    wingbeat.release(model, optimizer)
+    return found

@@ -166,6 +166,13 @@ def test_mean_of_models_on_a_late_device_is_that_of_all_steps(
     pool.run(case, strategy, momentum, range(6000, 6002), deadline=DEADLINE)
 
 
+@pytest.mark.parametrize(
+    "strategy", ["allreduce:mb=0.0001", "dear:mb=0.0001", "geryon:servers=1,encrypted=false", "ako"]
+)
+def test_training_thread_never_waits_for_the_device(pool: Pool, strategy: str) -> None:
+    assert pool.run(devices.waits_on_late_device, strategy, deadline=DEADLINE) == [0, 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "strategy"), [each for each in all_pairs() if each[0] in QUICK])
 def test_scenario_on_a_gpu_equals_the_reference(
