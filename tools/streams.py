@@ -13,6 +13,7 @@ if there is one, and writes counts, seconds and failures.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -83,10 +84,10 @@ def opened() -> Pool:
     return pool
 
 
-def sweep(cases: Iterator[Case]) -> dict[str, Any]:
-    """Run cases; return counts, seconds and failures."""
+def sweep(cases: Iterator[Case], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run cases; return counts, seconds and failures, which ``keep`` gets after each call too."""
     begin, pool, runs, failed = time.monotonic(), opened(), 0, list[dict[str, Any]]()
-    names = set[str]()
+    names, found = set[str](), dict[str, Any]()
     for name, case, arguments, seeds in cases:
         names.add(name)
         runs += len(seeds)
@@ -100,15 +101,16 @@ def sweep(cases: Iterator[Case]) -> dict[str, Any]:
             )
             pool.close()
             pool = opened()
+        found = {
+            "scenarios": len(names),
+            "seeds": runs,
+            "failed": failed,
+            "seconds": round(time.monotonic() - begin, 1),
+            "load": [round(each, 1) for each in os.getloadavg()],
+        }
+        keep(found)
     pool.close()
-    seconds = round(time.monotonic() - begin, 1)
-    return {
-        "scenarios": len(names),
-        "seeds": runs,
-        "failed": failed,
-        "seconds": seconds,
-        "load": [round(each, 1) for each in os.getloadavg()],
-    }
+    return found
 
 
 def main() -> None:
@@ -121,13 +123,18 @@ def main() -> None:
     count = -(-given.seeds // len(test_devices.all_pairs()))
     parts = {"suite": suite(count), "short": short_list(given.seeds)}
     found: dict[str, Any] = {"torch": torch.__version__}
+    if given.json is not None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(part: str, result: dict[str, Any]) -> None:
+        found[part] = result
+        if given.json is not None:
+            given.json.write_text(json.dumps(found, indent=2) + "\n")
+
     for part, cases in parts.items():
         if given.part in (None, part):
-            found[part] = sweep(cases)
-            print(part, json.dumps({**found[part], "failed": len(found[part]["failed"])}))
-            if given.json is not None:
-                given.json.parent.mkdir(parents=True, exist_ok=True)
-                given.json.write_text(json.dumps(found, indent=2) + "\n")
+            result = sweep(cases, functools.partial(keep, part))
+            print(part, json.dumps({**result, "failed": len(result["failed"])}), flush=True)
     sys.exit(any(found[part]["failed"] for part in parts if part in found))
 
 
