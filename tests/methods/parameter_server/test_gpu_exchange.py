@@ -139,9 +139,10 @@ def test_start_without_classes_uses_default_group() -> None:
         Servers(order="random"),
     ],
 )
-def test_unsupported_option_raises(servers: Servers) -> None:
-    with pytest.raises(UsageError, match="each GPU serves its block"):
-        exchange(servers)
+def test_gpus_do_not_serve_with_other_options(servers: Servers) -> None:
+    assert GpuServerExchange.fits(Servers(), "")
+    assert not GpuServerExchange.fits(servers, "")
+    assert not GpuServerExchange.fits(Servers(), "bf16")
 
 
 def test_planned_with_parameters_on_two_devices_raises() -> None:
