@@ -319,11 +319,12 @@ class StepCounter:
     """Counts this worker's optimizer steps since `distribute`, and compares them between workers.
 
     Each bucket carries all workers' counts, so the check costs no message, and all workers detect a
-    difference in the same backward.
+    difference in the same backward. ``ranks`` are the workers' ranks in the job; default: their
+    numbers.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, ranks: Sequence[int] = ()) -> None:
+        self.rank, self._ranks = rank, ranks
         self.count = 0
         self.diverged = False
 
@@ -350,6 +351,8 @@ class StepCounter:
     def differ(self, steps: Mapping[int, int]) -> NoReturn:
         """Raise a `UsageError` that names every rank's number of steps."""
         self.diverged = True
+        if self._ranks:
+            steps = {self._ranks[worker]: count for worker, count in steps.items()}
         raise UsageError(
             f"the workers have made different numbers of optimizer steps ({_listed(steps)}), so "
             "their weights are no longer the same: after each backward call optimizer.step() on "
