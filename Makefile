@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-gpu wheel-test sanitize fuzz lint format bench figures docs clean distclean
+.PHONY: help setup demo test test-slow test-gpu test-streams wheel-test sanitize fuzz lint format bench figures docs clean distclean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,9 @@ test-slow: $(READY) ## Run the tests that take long or belong to a figure, and a
 
 test-gpu: $(READY) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+test-streams: $(READY) ## Run the contract of strategies with 2,000 orders of an accelerator's streams
+	$(BIN)/python tools/streams.py --json out/streams.json
 
 wheel-test: $(READY) ## Build the wheel, install it into a bare environment, train a step there
 	$(BIN)/python tools/wheel_test.py $(PIP_ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -71,6 +72,28 @@ def test_a_backward_after_one_cut_short_starts_from_nothing(strategy: Any) -> No
             _cut_short(model, world.rank)
         backward(model, world.rank, 0)
         return _gradients(model)
+
+    got = on(2, lambda world: body(world, True))
+    assert_same(got, on(2, lambda world: body(world, False)))
+
+
+@strategies
+def test_a_backward_cut_short_whose_graph_still_exists_is_recovered(strategy: Any) -> None:
+    """A thread of autograd for a device keeps the graph a little longer than the exception."""
+    together = threading.Barrier(2)  # the ranks are threads, of which none may be in backward
+
+    def body(world: Any, fail: bool) -> Any:
+        model, optimizer = _distributed(world, strategy)
+        train(model, optimizer, [0])
+        if fail:
+            model(batch(49, world.rank))
+            _cut_short(model, world.rank)
+            engine(model)._backward = lambda: engine  # the graph's callback exists
+            together.wait(20)
+            optimizer.zero_grad()
+            together.wait(20)
+        train(model, optimizer, [1, 2])
+        return weights(model)
 
     got = on(2, lambda world: body(world, True))
     assert_same(got, on(2, lambda world: body(world, False)))

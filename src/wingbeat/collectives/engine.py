@@ -87,6 +87,7 @@ class Collectives:
         self._is_direct = self._can_be_direct()
         self._turns = SerialQueue(factor_threads)
         self._second: Collectives | None = None
+        self._staged: dict[Topology, Collectives] = {}  # those on the host, by topology
 
     def use(self, topology: str) -> None:
         """Change the topology of subsequent calls. Every worker must call this at the same point.
@@ -324,7 +325,9 @@ class Collectives:
         """Queue a collective on the host's copy of a buffer of an accelerator."""
         staged = staging.staging_of(self.world)
         used = topology or self._topology
-        on_host = Collectives(staged.channel, used)
+        on_host = self._staged.get(used)
+        if on_host is None:
+            on_host = self._staged[used] = Collectives(staged.channel, used)
         first = None if after is None or not after.jobs else after.jobs[0]
 
         def submit(job: staging.StagedJob, previous: Handle | None) -> Handle:

@@ -363,7 +363,7 @@ class Handle:
             return
         finished = itertools.count(1)
 
-        def one_more() -> None:
+        def one_more(_: Any = None) -> None:
             if next(finished) == len(self.jobs):
                 callback(self)
 

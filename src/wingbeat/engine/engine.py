@@ -60,6 +60,7 @@ from wingbeat.engine.hooks import (
     ForwardHook,
     Hooks,
     WeakCall,
+    any_thread_in_backward,
     arrived_twice,
     call_at_backward_end,
     in_backward,
@@ -244,7 +245,10 @@ class Engine:
     @property
     def backward_running(self) -> bool:
         """Whether a synchronised backward is running, in any thread."""
-        return self._in_backward and self._backward() is not None
+        if not self._in_backward or self._backward() is None:
+            return False
+        # After an exception, a thread of autograd for a device may keep the graph a little longer.
+        return in_backward() or any_thread_in_backward()
 
     @property
     def backward_aborted(self) -> bool:

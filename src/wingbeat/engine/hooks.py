@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -265,6 +267,20 @@ def _call(engine: weakref.ref[Any], method: str, *args: Any) -> None:
 def in_backward() -> bool:
     """Whether this thread runs a backward, as when activations are recomputed."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+_BACKWARDS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
+
+
+def any_thread_in_backward() -> bool:
+    """Whether a thread of this process is inside ``torch.autograd.backward`` or ``grad``."""
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            if frame.f_code in _BACKWARDS:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def in_transform() -> bool:

@@ -116,7 +116,13 @@ class Snapshot:
         for param, state in zip(self._params, self._states, strict=True):
             optimizer.state.pop(param, None)
             if state:
-                optimizer.state[param] = state
+                optimizer.state[param] = {k: _beside(v, param) for k, v in state.items()}
+
+
+def _beside(value: Any, param: torch.Tensor) -> Any:
+    """Return state on the device of its parameter; numbers stay on the CPU, as in torch."""
+    inside = isinstance(value, torch.Tensor) and value.dim() > 0
+    return value.to(param.device) if inside else value
 
 
 def _decode_tensors(kinds: Sequence[Any], body: memoryview) -> Iterator[torch.Tensor]:

@@ -12,6 +12,7 @@ iteration: the part, a flag for each parameter that the worker has used, and ste
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from wingbeat.collectives import Collectives, Gathered, dtype_of
 from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.engine.gradients.views import ShownGradients
 from wingbeat.errors import UsageError
+from wingbeat.exchanges.on_host import BucketsOnHost
 from wingbeat.schedules.events import Operation
 from wingbeat.types import Span, blocks_of
 from wingbeat_lab.ako.unsent import UnsentGradients
@@ -63,16 +65,11 @@ class PartialExchange:
         return ()
 
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:  # noqa: ARG002
-        """Use these buckets, with unsent gradients kept by parameter; a `UsageError` on GPUs."""
-        for bucket in buckets:
-            if bucket.flat.device.type != "cpu":
-                raise UsageError(
-                    f"parameter {bucket.slots[0].name!r} is on {bucket.flat.device}: gradients are "
-                    "exchanged in parts (Partial, Ako) on the CPU only; use wingbeat.AllReduce()"
-                )
-        self._kept = {bucket.index: self._unsent.of(bucket) for bucket in buckets}
+        """Use these buckets, with unsent gradients kept by parameter, on the host."""
+        self._on_host = BucketsOnHost(buckets)
+        own = (self._on_host.of(bucket.index, read=False) for bucket in buckets)
+        self._kept = {bucket.index: self._unsent.of(bucket) for bucket in own}
 
-    @torch.no_grad()
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
         """Send a part of the bucket, and add the others' parts to its gradients.
 
@@ -80,13 +77,17 @@ class PartialExchange:
         dtype. The wait for the handle writes to the bucket's buffer. ``chained`` has no effect.
         """
         assert operation is Operation.ALL_REDUCE, operation
+        own, turn = self._on_host.of(bucket.index, read=True), self._unsent.turn
+        self._on_host.start(own, functools.partial(self._send, own, turn))
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket, turn: int) -> Gathered:
         world, kept = self._collectives.world, self._kept[bucket.index]
         lost = self._unsent.add(bucket, kept)
         for slot in lost:
             bucket.flags[bucket.slots.index(slot)] = LOST
         tail = len(bucket.flags) + len(bucket.counts)
         blocks = blocks_of(bucket.numel, self._partitions)
-        turn = self._unsent.turn
         sent = [blocks[turn_of(rank, turn, self._partitions)] for rank in range(world.size)]
         dtype = self._dtype(bucket)
         width = tail + -(-bucket.numel // self._partitions)
@@ -94,7 +95,7 @@ class PartialExchange:
         arrivals = _Arrivals(bucket, rows, sent, tail, world.rank)
         arrivals.fill(kept)
         handle = self._collectives.all_gather(rows.view(-1), bucket=bucket.index)
-        bucket.handle = Gathered(handle, arrivals)
+        return Gathered(handle, arrivals)
 
     @staticmethod
     def _dtype(bucket: Bucket) -> torch.dtype:

@@ -175,7 +175,7 @@ def _checked(answers: Sequence[Any], world: World) -> list[tuple[int, int, int]]
 def _digest(slots: Sequence[Slot]) -> int:
     found = 0
     for slot in slots:
-        values = local(slot.param.detach()).reshape(-1).view(torch.uint8)
+        values = local(slot.param.detach()).cpu().reshape(-1).view(torch.uint8)
         found = zlib.crc32(values.numpy().tobytes(), found)
     return found
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +13,16 @@ from torch import Tensor
 
 import wingbeat
 from helpers import accelerator
+from helpers.sums import TINY_MB, Sums, given, step
 from wingbeat.errors import UsageError
+from wingbeat.strategies import parse
 from wingbeat.transport import world
+from wingbeat_lab import Ako
 
 from . import play
 from .compare import Result
 from .registry import SCENARIOS
-from .sides import INIT_TIMEOUT, WingbeatSide, make_strategy, rank_and_size
+from .sides import INIT_TIMEOUT, WingbeatSide, bring_world_up, make_strategy, rank_and_size
 
 
 @dataclass
@@ -58,6 +64,15 @@ def load() -> None:
     accelerator.load()
 
 
+@contextlib.contextmanager
+def _named(seed: int) -> Iterator[None]:
+    """Name the seed in an error."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"with seed {seed}: {type(error).__name__}: {error}") from error
+
+
 def scenario_on_late_device(name: str, strategy: str, mb: float, seeds: range) -> None:
     """Run a scenario on the device of tests, with each seed of the order of streams."""
     late = accelerator.load()
@@ -65,7 +80,8 @@ def scenario_on_late_device(name: str, strategy: str, mb: float, seeds: range) -
     device = torch.device(accelerator.NAME, 0)
     for seed in seeds:
         late.late_seed(size * seed + rank)
-        run_on(device, name, strategy, mb)
+        with _named(seed):
+            run_on(device, name, strategy, mb)
 
 
 def scenario_on_gpu(name: str, strategy: str, mb: float) -> None:
@@ -86,3 +102,83 @@ def run_on(device: torch.device, name: str, strategy: str, mb: float) -> None:
     side = DeviceSide(rank, size, strategy=make_strategy(strategy, mb), device=device)
     got = _on_cpu(play._outcome(side, case))
     play.judge(case, got, want, rank, size)
+
+
+# -- methods in which workers differ -----------------------------------------------------------
+
+STEPS = 6
+
+
+def _weights_after(
+    strategy: str, device: torch.device, rank: int, momentum: float = 0.5
+) -> list[Tensor]:
+    """Train `Sums`, whose gradients do not depend on its weights; return weights of each step."""
+    bring_world_up()
+    model: Any = Sums().to(device)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum)
+    made = Ako(mb=TINY_MB) if strategy == "ako" else parse(strategy)
+    model, optimizer = wingbeat.distribute(model, optimizer, made)
+    found = []
+    for number in range(STEPS):
+        numbers = {name: value.to(device) for name, value in given(number, rank).items()}
+        step(model, optimizer, numbers)
+        found.append(_flat(model))
+    wingbeat.synchronize(model)
+    found.append(_flat(model))
+    wingbeat.release(model, optimizer)
+    return found
+
+
+def _flat(model: Any) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+
+
+def training_on_late_device(strategy: str, seeds: range) -> None:
+    """Compare each step's weights with those of the same training on the CPU, bit for bit."""
+    late, (rank, size) = accelerator.load(), rank_and_size()
+    want = _weights_after(strategy, torch.device("cpu"), rank)
+    for seed in seeds:
+        late.late_seed(size * seed + rank)
+        with _named(seed):
+            got = _weights_after(strategy, torch.device(accelerator.NAME, 0), rank)
+        for number, (mine, wanted) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(mine, wanted), f"step {number}, seed {seed}: {mine} not {wanted}"
+
+
+def mean_on_late_device(strategy: str, momentum: float, seeds: range) -> None:
+    """Check that what workers exchange at any time keeps the mean of all models."""
+    late, (rank, size) = accelerator.load(), rank_and_size()
+    want = torch.zeros(())
+    for each in range(size):
+        model, velocity = _flat(Sums()), 0
+        for number in range(STEPS):
+            gradient = torch.cat([value.reshape(-1) for value in given(number, each).values()])
+            velocity = momentum * velocity + gradient
+            model = model - 0.5 * velocity
+        want = want + model / size
+    for seed in seeds:
+        late.late_seed(size * seed + rank)
+        device = torch.device(accelerator.NAME, 0)
+        with _named(seed):
+            got = _weights_after(strategy, device, rank, momentum)[-1]
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def waits_on_late_device(strategy: str) -> int:
+    """Return how often the training thread waits for the device in some steps."""
+    late, (rank, _) = accelerator.load(), rank_and_size()
+    device = torch.device(accelerator.NAME, 0)
+    bring_world_up()
+    model: Any = Sums().to(device)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    made = Ako(mb=TINY_MB) if strategy == "ako" else parse(strategy)
+    model, optimizer = wingbeat.distribute(model, optimizer, made)
+    batches = [{k: v.to(device) for k, v in given(n, rank).items()} for n in range(STEPS)]
+    found = 0
+    for number, numbers in enumerate(batches):
+        before = late.late_synchronizations(threading.get_native_id())
+        step(model, optimizer, numbers)
+        if number >= 2:  # the first steps learn the order of gradients
+            found += late.late_synchronizations(threading.get_native_id()) - before
+    wingbeat.release(model, optimizer)
+    return found

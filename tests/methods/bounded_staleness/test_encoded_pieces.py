@@ -14,6 +14,7 @@ from wingbeat.codecs.coding import regions
 from wingbeat.collectives import Encoded
 from wingbeat.compression import Coded, Half, LowRank, Sketch
 from wingbeat.errors import PeerError
+from wingbeat.exchanges.on_host import BucketsOnHost
 from wingbeat.methods.bounded_staleness.exchange import BoundedStalenessExchange
 from wingbeat.methods.bounded_staleness.messages import PieceSum
 from wingbeat.methods.bounded_staleness.replica import Pieces
@@ -173,6 +174,7 @@ def test_dropped_iteration_leaves_residual_unchanged() -> None:
     exchange._communication = Mock(send_colayer=Mock(return_value=False))
     slots = [SimpleNamespace(used=True)] * 3
     bucket: Any = SimpleNamespace(index=0, flat=flat_, numel=NUMEL, slots=slots)
+    exchange._on_host, exchange._sending = BucketsOnHost([bucket]), []
     for _ in range(2):
         exchange.start(Operation.CONTRIBUTE, bucket)
     torch.testing.assert_close(residual, before, rtol=1e-5, atol=1e-5)

@@ -148,13 +148,8 @@ def test_invalid_flags_name_sender() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
 def test_unsupported_dtype_is_rejected(dtype: torch.dtype) -> None:
-    with pytest.raises(UsageError, match=r"parameter 'w' is torch.* on cpu: .*AllReduce"):
+    with pytest.raises(UsageError, match=r"parameter 'w' is torch.* .*AllReduce"):
         Pieces([{"w": torch.zeros(2, dtype=dtype)}], W)
-
-
-def test_parameter_off_cpu_is_rejected() -> None:
-    with pytest.raises(UsageError, match=r"parameter 'w' is torch.float32 on meta"):
-        Pieces([{"w": torch.zeros(2, device="meta")}], W)
 
 
 def test_two_dtypes_in_colayer_are_rejected() -> None:

@@ -45,9 +45,12 @@ class Compression:
         on: whether the codec, if there is one, is enabled.
         residuals: the unsent part of this worker's gradients; None if none is kept.
         collect: adds the residuals that other objects hold during training.
+        on_host: whether residuals are on the host, where the exchange encodes, and not beside the
+            gradients.
     """
 
     collect: Callable[[], None] | None = None
+    on_host = False
 
     def __init__(
         self,
@@ -197,7 +200,9 @@ class Compression:
             return None
         residual = None
         if self.residuals is not None and wire.keeps:
-            residual = self.residuals.flat_for(*arrangement(bucket))
+            names, numels, length, device = arrangement(bucket)
+            device = torch.device("cpu") if self.on_host else device
+            residual = self.residuals.flat_for(names, numels, length, device)
         if not matrices:
             return Encoded(Coding(found), residual)
         workers, flat = self._collectives.world.size, bucket.flat
@@ -327,7 +332,7 @@ def _step_of(state: dict[str, Any]) -> int:
 
 def _add_residual(part: torch.Tensor, residual: torch.Tensor) -> None:
     """Add the residual; the rounding error of the gradients' dtype remains in it."""
-    total = part.float() + residual
+    total = part.float() + residual.to(part.device)
     part.copy_(total)
     residual.copy_(total - part.float()).nan_to_num_(0.0, 0.0, 0.0)
 

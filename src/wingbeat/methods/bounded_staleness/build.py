@@ -29,6 +29,7 @@ def build_runtime(bounded: Bounded, context: BuildContext) -> Runtime:
     if not bounded.exact:
         _refuse_other_optimizers(training)
         _refuse_communicating(training.optimizer)
+    context.compression.on_host = True
     exchange = BoundedStalenessExchange(
         context.world,
         bounded,

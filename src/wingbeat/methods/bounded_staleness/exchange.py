@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from wingbeat.collectives import Handle
 from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.gradients.views import SentGradients, replaced
 from wingbeat.engine.updates.update import Closure, Host, Training, WholeUpdate
 from wingbeat.errors import PeerError, UsageError, WingbeatError
+from wingbeat.exchanges.on_host import BucketsOnHost
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.colayers import (
     Buckets,
@@ -49,7 +51,7 @@ from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
-    from wingbeat.engine.gradients.bucket import Bucket, StepCounter
+    from wingbeat.engine.gradients.bucket import Bucket, PendingOperation, StepCounter
     from wingbeat.engine.gradients.compression import Compression
 
 SUSPECT_AFTER_S = 10.0
@@ -113,6 +115,7 @@ class BoundedStalenessExchange:
         self._world, self._bounded, self._compression = world, bounded, compression
         self._optimizer, self._step, self._others = optimizer, step, others
         self._dropped = self.replicas_diverge = False
+        self._sending: list[PendingOperation] = []
         self._profiler: LayerProfiler | None = None
         self._change: ColayerChange | None = None
         self._changing: ColayerDecision | None = None
@@ -153,6 +156,7 @@ class BoundedStalenessExchange:
         colayers = [{slot.name: local(slot.param) for slot in bucket.slots} for bucket in buckets]
         encodings = [self._compression.encoded(bucket) for bucket in buckets]
         self._pieces = Pieces(colayers, world.size, encodings, world.name)
+        self._on_host = BucketsOnHost(buckets)
         params = [[slot.param for slot in bucket.slots] for bucket in buckets]
         if self._changing is not None:
             self._replica.set_colayers(params, self._pieces)
@@ -227,16 +231,27 @@ class BoundedStalenessExchange:
         Synchronous training receives the sum when it waits for the bucket's handle.
         """
         assert operation is Operation.CONTRIBUTE, operation
+        own = self._on_host.of(bucket.index, read=True)
+        used = [slot.used for slot in bucket.slots]
+        send = functools.partial(self._send, bucket.index, own.flat[: bucket.numel], used)
+        self._sending.append(self._on_host.begin(own, send, back=False))
+        if self.synchronous:
+            self._buckets_sent += 1
+            bucket.handle = _RoundHandle(self)
+
+    @torch.no_grad()
+    def _send(self, colayer: int, flat: torch.Tensor, used: Sequence[bool]) -> Handle:
         if not self._dropped:
-            used = [slot.used for slot in bucket.slots]
-            flat = bucket.flat[: bucket.numel]
-            pieces = self._pieces.split(bucket.index, flat, used)
-            self._dropped = not self._communication.send_colayer(bucket.index, pieces)
+            pieces = self._pieces.split(colayer, flat, used)
+            self._dropped = not self._communication.send_colayer(colayer, pieces)
             if self._dropped:
-                self._pieces.undo_split(bucket.index, flat, pieces)
-            if self.synchronous:
-                self._buckets_sent += 1
-                bucket.handle = _RoundHandle(self)
+                self._pieces.undo_split(colayer, flat, pieces)
+        return Handle([])
+
+    def _await_sends(self) -> None:
+        """Wait until all gradients of the iteration have come from the device and were sent."""
+        while self._sending:
+            self._sending.pop(0).wait()
 
     def _send_control(self) -> None:
         self._communication.send_colayer(self._replica.control, self._replica.control_payloads())
@@ -244,6 +259,7 @@ class BoundedStalenessExchange:
     def await_round(self) -> None:
         """Wait for the sums of the iteration if all of its buckets have been sent."""
         if self._buckets_sent == len(self._pieces):
+            self._await_sends()
             assert isinstance(self._replica, SynchronousReplica)
             if not self._control_sent:  # true if Ctrl-C has interrupted an earlier wait
                 self._send_control()
@@ -263,6 +279,7 @@ class BoundedStalenessExchange:
 
     def step(self) -> None:
         """End the iteration, apply rounds, and enter the next one when the bound allows it."""
+        self._await_sends()
         if not self._dropped:
             self._send_control()
         self._communication.end_iteration()

@@ -24,6 +24,7 @@ import torch
 
 from wingbeat.codecs import Coding
 from wingbeat.collectives import Encoded
+from wingbeat.collectives.pinned import HostMirror, pinned_zeros
 from wingbeat.engine.gradients.placed import is_placed, local, place
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.snapshot import Snapshot, encode_snapshot
@@ -90,7 +91,9 @@ class Pieces:
             _check_colayer(colayer)
         self.workers, self.name = workers, name
         self._shapes = [[param.shape for param in colayer.values()] for colayer in colayers]
-        self._dtypes = [_DTYPES[next(iter(colayer.values())).dtype] for colayer in colayers]
+        firsts = [next(iter(colayer.values())) for colayer in colayers]
+        self._dtypes = [_DTYPES[first.dtype] for first in firsts]
+        self._pinned = [first.device.type != "cpu" for first in firsts]
         sizes = [sum(shape.numel() for shape in shapes) for shapes in self._shapes]
         self._spans = [blocks_of(size, workers) for size in sizes]
         encodings = encodings or [None] * len(colayers)
@@ -147,24 +150,22 @@ class Pieces:
         return self._encode(colayer, piece, total, used.tobytes())
 
     def join(self, parts: Sequence[PieceSum]) -> list[torch.Tensor | None]:
-        """Return the gradients of a round by parameter; None where there is none.
+        """Return the gradients of a round by parameter, on the host; None where there is none.
 
         Parts of the control colayer are skipped.
         """
-        flats = [
-            np.zeros(spans[-1].stop, dtype)
-            for spans, dtype in zip(self._spans, self._dtypes, strict=True)
-        ]
+        kinds = zip(self._spans, self._dtypes, self._pinned, strict=True)
+        flats = [_zeros(spans[-1].stop, dtype, pinned) for spans, dtype, pinned in kinds]
         used = [np.zeros(len(shapes), np.uint8) for shapes in self._shapes]
         for part in parts:
             if part.payload is not None and part.colayer < len(self):
                 z, q = part.colayer, part.piece
                 span = self._spans[z][q]
-                out = flats[z][span.start : span.stop]
+                out = flats[z].numpy()[span.start : span.stop]
                 used[z] |= self._read(z, q, part.payload, q, out)
         grads: list[torch.Tensor | None] = []
         for shapes, flat, flags in zip(self._shapes, flats, used, strict=True):
-            blocks = torch.from_numpy(flat).split([shape.numel() for shape in shapes])
+            blocks = flat.split([shape.numel() for shape in shapes])
             for shape, block, flag in zip(shapes, blocks, flags, strict=True):
                 grads.append(block.view(shape) if flag else None)
         return grads
@@ -244,13 +245,18 @@ class Pieces:
             start = stop
 
 
+def _zeros(numel: int, dtype: np.dtype[Any], pinned: bool) -> torch.Tensor:
+    zeros = torch.from_numpy(np.zeros(0 if pinned else numel, dtype))
+    return pinned_zeros(numel, zeros.dtype) if pinned else zeros
+
+
 def _check_colayer(colayer: Mapping[str, torch.Tensor]) -> None:
     first = next(iter(colayer))
     for name, param in colayer.items():
-        if param.device.type != "cpu" or param.dtype not in _DTYPES:
+        if param.dtype not in _DTYPES:
             raise UsageError(
-                f"parameter {name!r} is {param.dtype} on {param.device}: bounded staleness sums "
-                "float32 and float64 on the CPU only; use wingbeat.AllReduce()"
+                f"parameter {name!r} is {param.dtype}: bounded staleness sums float32 and float64 "
+                "only; use wingbeat.AllReduce()"
             )
         if param.dtype is not colayer[first].dtype:
             raise UsageError(
@@ -467,6 +473,7 @@ class Replica:
         step: Callable[[], Any], others: Tensors = (),
     ) -> None:  # fmt: skip
         self._optimizer, self._step, self._others = optimizer, step, others
+        self._mirror = HostMirror()
         self.set_colayers(params, pieces)
 
     def set_colayers(self, params: Sequence[Tensors], pieces: Pieces) -> None:
@@ -486,6 +493,13 @@ class Replica:
     def apply_round(self, parts: Sequence[PieceSum]) -> None:
         """Apply the sums of a round; a malformed sum raises a PeerError that names the sender."""
         raise NotImplementedError
+
+    def _join(self, parts: Sequence[PieceSum]) -> list[torch.Tensor | None]:
+        """Return the gradients of a round, beside their parameters."""
+        grads = self._pieces.join(parts)
+        found = [(g, param) for g, param in zip(grads, self._flat, strict=True) if g is not None]
+        moved = iter(self._mirror.moved([g for g, _ in found], [param for _, param in found]))
+        return [None if grad is None else next(moved) for grad in grads]
 
     def load_state(self, payload: Any) -> None:
         """Load pulled parameters, optimizer state and other tensors."""
@@ -532,7 +546,7 @@ class AsynchronousReplica(Replica):
             if part.colayer == self.control and part.piece == 0 and part.payload is not None:
                 sender = self._pieces.name(0)  # which sums the pieces 0
                 self._groups = self._options.schema.parse(part.payload, sender)
-        grads = self._pieces.join(parts)
+        grads = self._join(parts)
         if all(grad is None for grad in grads):
             return
         with _gradients(self._flat, grads), self._options.use(self._groups):
@@ -576,7 +590,7 @@ class SynchronousReplica(Replica):
     @torch.no_grad()
     def apply_round(self, parts: Sequence[PieceSum]) -> None:
         """Write the sums of a round to the buckets, or make a step on them."""
-        grads = self._pieces.join(parts)
+        grads = self._join(parts)
         if not self.in_iteration:
             self._step_alone(grads)
             return
@@ -617,5 +631,5 @@ class SynchronousReplica(Replica):
         """Return a hash of the parameters' bits."""
         found = hashlib.sha256()
         for param in self._flat:
-            found.update(local(param.detach()).contiguous().numpy().tobytes())
+            found.update(local(param.detach()).cpu().contiguous().numpy().tobytes())
         return found.hexdigest()

@@ -149,19 +149,14 @@ def _close_with(update: LocalUpdate, averager: GroupAverager, world: World) -> N
 
 
 def _check(context: BuildContext, partners: PartnersPart) -> None:
-    """Raise a `UsageError` for a model that cannot be averaged on this device or at this time."""
-    world, device = context.world, context.device
+    """Raise a `UsageError` for a model that cannot be averaged at this time."""
+    world = context.world
     other = _in_groups.get(world.parent or world, lambda: None)()
     if partners.waits and other is not None and not other.left:
         raise UsageError(
             "models are averaged in groups (Ripples) one model at a time: workers would wait for "
             "each other in groups of different models; distribute one module that contains both, "
             "call wingbeat.release() on the first, or use LocalSGD()"
-        )
-    if device.type != "cpu" or context.on_gpu:
-        raise UsageError(
-            f"parameters on {device}: models are averaged on the CPU only (Ripples, ADPSGD, "
-            "LocalSGD, DiLoCo); keep the model on the CPU, or use wingbeat.DeAR()"
         )
 
 

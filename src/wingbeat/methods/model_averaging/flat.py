@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from wingbeat.collectives.pinned import HostMirror, pinned_zeros
 from wingbeat.engine.gradients.bucket import checksum, dtype_name
 from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.updates.trials import (
@@ -67,9 +68,9 @@ class ElementState:
         for group in optimizer.param_groups:
             settings, settings_key = settings_of(group)
             for param in (param for param in group["params"] if param in names):
-                key = (max(param.ndim, 1), param.dtype, settings_key)
+                key = (max(param.ndim, 1), param.dtype, param.device, settings_key)
                 if key not in tried:
-                    tried[key] = _try_state(optimizer, settings, *key[:2])
+                    tried[key] = _try_state(optimizer, settings, *key[:3])
                 self._known[param] = tried[key]
         for param in self._known:
             self.values(param)
@@ -111,17 +112,21 @@ class ElementState:
 
 
 def _try_state(
-    optimizer: torch.optim.Optimizer, settings: dict[str, Any], dimensions: int, dtype: torch.dtype
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    dimensions: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Names:
     """Return the state per element after some steps on a tensor of ``dimensions`` dimensions."""
     shape = tuple(_SIZES[place % len(_SIZES)] for place in range(dimensions))
     shadow = make_shadow(optimizer)
-    param = torch.nn.Parameter(_draw(0, shape, dtype))
+    param = torch.nn.Parameter(_draw(0, shape, dtype).to(device))
     first = param.detach().clone()
     try:
-        with preserve_rng_state(torch.device("cpu")):
+        with preserve_rng_state(device):
             for number in range(1, _TRIAL_STEPS + 1):
-                param.grad = _draw(number, shape, dtype)
+                param.grad = _draw(number, shape, dtype).to(device)
                 try_step(shadow, bare_step(type(optimizer).step), settings, [param])
     except TrialFailed as error:
         raise _refusal(optimizer, str(error)) from None
@@ -190,9 +195,13 @@ class StateBuffer:
     """
 
     def __init__(
-        self, state: ElementState, params: Sequence[torch.Tensor], flat: torch.Tensor
+        self,
+        state: ElementState,
+        params: Sequence[torch.Tensor],
+        flat: torch.Tensor,
+        mirror: HostMirror | None = None,
     ) -> None:
-        self._state, self._params = state, list(params)
+        self._state, self._params, self._mirror = state, list(params), mirror or HostMirror()
         names = [(param, name) for param in params for name in state.names(param)]
         values = flat[: len(flat) - len(names)]
         self._flags = flat[len(values) :]
@@ -206,18 +215,21 @@ class StateBuffer:
 
     def read(self) -> None:
         """Copy the optimizer's values into the buffer; raises as `ElementState.values`."""
+        views, found = [], []
         for place, value, flag in zip(self._places, self._values(), self._flags, strict=True):
             flag.fill_(value is not None)
             if value is None:
                 place.view.zero_()
             else:
-                place.view.copy_(value)
+                views.append(place.view)
+                found.append(value)
+        self._mirror.read(views, found)
 
     def write(self) -> None:
         """Copy the means in the buffer to the optimizer."""
-        for mean, value in zip(self._means(), self._values(), strict=True):
-            if mean is not None and value is not None:
-                value.copy_(mean)
+        both = zip(self._means(), self._values(), strict=True)
+        known = [(m, v) for m, v in both if m is not None and v is not None]
+        self._mirror.write([value for _, value in known], [mean for mean, _ in known])
 
     def add(self, sent: StateBuffer) -> None:
         """Copy the means to the optimizer, and keep changes made since ``sent`` was read.
@@ -228,6 +240,7 @@ class StateBuffer:
         for mean, begun, value in zip(self._means(), sent._means(), self._values(), strict=True):
             if mean is None or begun is None or value is None:
                 continue
+            mean, begun = mean.to(value.device), begun.to(value.device)
             now = value.to(mean.dtype)
             if torch.equal(now, begun.to(value.dtype).to(mean.dtype)):
                 value.copy_(mean)
@@ -275,7 +288,8 @@ class FlatModel:
     rest, and the parameters only if these show a difference.
 
     Attributes:
-        flat: the buffer, on the CPU.
+        flat: the buffer, on the host; in pinned memory for parameters on accelerators, unless there
+            are frozen ones.
         spans: of each fragment.
         trained: span of all fragments.
         shared: span of all but the frozen parameters, which is averaged over all workers.
@@ -312,9 +326,13 @@ class FlatModel:
         bits = _BITS if self._frozen else 0
         self.shared, self.buffers = Span(0, end + bits), Span(trained, numel)
         self.frozen = Span(end + bits, end + bits + _numel(frozen))
-        # Pages that are never written take no memory.
-        zeros = np.zeros(self.frozen.stop, np.float64 if dtype is torch.float64 else np.float32)
-        self.flat = torch.from_numpy(zeros)
+        self._mirror = HostMirror()
+        if self._frozen or all(param.device.type == "cpu" for param in params):
+            # Pages that are never written take no memory; pinned ones would.
+            zeros = np.zeros(self.frozen.stop, np.float64 if dtype is torch.float64 else np.float32)
+            self.flat = torch.from_numpy(zeros)
+        else:
+            self.flat = pinned_zeros(self.frozen.stop, dtype)
         self.number, self._checksum = self.flat[end - 1 : end], self.flat[end : end + bits]
         begins = (numel + copy * trained for copy in range(copies))
         self.copies = [self.flat[begin : begin + trained] for begin in begins]
@@ -329,7 +347,7 @@ class FlatModel:
             self._views.append(_views(self.flat[begin:start], part))
             if state is not None:
                 self._state_buffers.append(
-                    StateBuffer(state, part, self.flat[start : start + size])
+                    StateBuffer(state, part, self.flat[start : start + size], self._mirror)
                 )
             start += size
             self.spans.append(Span(begin, start))
@@ -345,7 +363,7 @@ class FlatModel:
     def read(self, first: int = 0, last: int | None = None) -> None:
         """Copy fragments into the buffer; by default all, and the model's buffers."""
         for views, tensors in self._pairs(first, last):
-            torch._foreach_copy_(views, tensors)
+            self._mirror.read(views, tensors)
         for state in self._state_buffers[first:last]:
             state.read()
 
@@ -364,24 +382,24 @@ class FlatModel:
     @torch.no_grad()
     def read_frozen(self) -> None:
         """Copy frozen parameters into the buffer."""
-        torch._foreach_copy_(self._frozen_views, _parts(self._frozen))
+        self._mirror.read(self._frozen_views, _parts(self._frozen))
 
     @torch.no_grad()
     def write_frozen(self) -> None:
         """Copy the buffer to the frozen parameters."""
-        torch._foreach_copy_(_parts(self._frozen), self._frozen_views)
+        self._mirror.write(_parts(self._frozen), self._frozen_views)
 
     @torch.no_grad()
     def write(self, first: int = 0, last: int | None = None) -> None:
         """Copy the buffer to fragments; by default to all, and to the model's buffers."""
         for views, tensors in self._pairs(first, last):
-            torch._foreach_copy_(tensors, views)
+            self._mirror.write(tensors, views)
 
     @torch.no_grad()
     def add(self, first: int, last: int) -> None:
         """Add the buffer's values to the fragments."""
         for views, tensors in self._pairs(first, last):
-            torch._foreach_add_(tensors, views)
+            torch._foreach_add_(tensors, self._mirror.moved(views, tensors))
 
     @torch.no_grad()
     def write_state(
@@ -410,7 +428,8 @@ class FlatModel:
             params = self._fragments[number]
             start = self.spans[number].start - begin
             others = _views(values[start : start + _numel(params)], params)
-            for part, other in zip(_parts(params), others, strict=True):
+            parts = _parts(params)
+            for part, other in zip(parts, self._mirror.moved(others, parts), strict=True):
                 if not torch.equal(part, other.to(part.dtype)):
                     return False
         return True

@@ -234,8 +234,14 @@ class Channel:
             try:
                 self._post(peer, message)
             except PeerError:
-                failed = self._detector.failed()
-                raise self._lost(peer, failed.get(peer)) from None
+                failed = self._detector.failed().get(peer)
+                # What it has sent last may say why.
+                while (message := self._mailbox.poll()) is not None:
+                    self._take(message)
+                for _, record in self._received:
+                    if isinstance(record, Raised):
+                        raise self._failure(peer, _told(record)) from None
+                raise self._lost(peer, failed) from None
 
     def tell_error(self, error: BaseException) -> None:
         """Tell all peers that can receive it that this rank's call has failed."""
@@ -269,8 +275,7 @@ class Channel:
                 return None
         peer, record = self._received.popleft()
         if isinstance(record, Raised):
-            text = bytes(record.error[:MAX_ERROR_CHARS]).decode(errors="replace")
-            raise self._failure(peer, f"failed: {printable(text)}")
+            raise self._failure(peer, _told(record))
         return peer, record
 
     def peek(self) -> Any:
@@ -316,6 +321,11 @@ class Channel:
             "other replicas continue without this one"
         )
         return self.error
+
+
+def _told(raised: Raised) -> str:
+    text = bytes(raised.error[:MAX_ERROR_CHARS]).decode(errors="replace")
+    return f"failed: {printable(text)}"
 
 
 # -- the leader ---------------------------------------------------------------------------

@@ -7,12 +7,11 @@ import dataclasses
 from wingbeat.engine.context import BuildContext
 from wingbeat.engine.runtime import Runtime
 from wingbeat.engine.updates.divided import check_divisible
-from wingbeat.errors import UsageError
 from wingbeat.exchanges.collective import Exchange
 from wingbeat.methods.parameter_server.coding import FLOAT32
 from wingbeat.methods.parameter_server.exchange import GpuServerExchange, ServerExchange
 from wingbeat.methods.parameter_server.options import Servers
-from wingbeat.methods.parameter_server.server_update import OPTION, ServerUpdate, describe_optimizer
+from wingbeat.methods.parameter_server.server_update import ServerUpdate, describe_optimizer
 
 
 def build_runtime(servers: Servers, context: BuildContext) -> Runtime:
@@ -24,20 +23,15 @@ def build_runtime(servers: Servers, context: BuildContext) -> Runtime:
 
 def _exchange(servers: Servers, context: BuildContext) -> Exchange:
     wire = context.strategy.wire
-    if context.on_gpu:
-        return GpuServerExchange(context.world, servers, wire)
+    if context.on_gpu and GpuServerExchange.fits(servers, wire):
+        return GpuServerExchange(context.world, servers)
     exchange = ServerExchange(context.world, servers, _gradient_bytes(context), wire)
-    context.compression.collect = exchange.collect
+    context.compression.collect, context.compression.on_host = exchange.collect, True
     return exchange
 
 
 def _with_server_updates(servers: Servers, context: BuildContext) -> Runtime:
-    training, device = context.training, context.device
-    if device.type != "cpu" or context.on_gpu:
-        raise UsageError(
-            f"{OPTION} with parameters on {device}: servers update on the CPU only; use "
-            'update="worker", or keep the model on the CPU'
-        )
+    training = context.training
     schedule = context.schedule()
     views = context.views(schedule)
     # Before servers start: this refuses optimizers that cannot be updated in parts.
@@ -54,6 +48,7 @@ def _with_server_updates(servers: Servers, context: BuildContext) -> Runtime:
         optimizer=description.text,
         max_update_bytes=description.max_nbytes(numel, nbytes),
     )
+    context.compression.on_host = True
     remote = exchange.remote
     update = ServerUpdate(training, schedule, views, remote, description.elementwise)
     return context.assemble(schedule, exchange, views, update)

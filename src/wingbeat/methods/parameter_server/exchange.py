@@ -14,6 +14,7 @@ from wingbeat.collectives.handle import NcclJob
 from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.compression import Coded, options_of
 from wingbeat.errors import UsageError
+from wingbeat.exchanges.on_host import BucketsOnHost
 from wingbeat.methods.parameter_server.aggregator import sum_dtype
 from wingbeat.methods.parameter_server.client import Client, Transfer
 from wingbeat.methods.parameter_server.coding import (
@@ -79,7 +80,6 @@ class ServerExchange:
         )
         self._rank, self._workers = world.rank, world.size
         self._wire, self._dense = wire, bool(servers.dense and wire)
-        self._buckets: list[Bucket] = []
         self._coarse, self._warned = servers.coarse, not world.leads
         self._codings: dict[int, SliceCoding] = {}
         self._residuals: dict[int, torch.Tensor] = {}
@@ -93,14 +93,12 @@ class ServerExchange:
         Raises UsageError if servers cannot sum a parameter, or there are too many slices.
         """
         for bucket in buckets:
-            if bucket.flat.device.type != "cpu" or bucket.flat.dtype not in DTYPES:
-                kind = f"{bucket.flat.dtype} on {bucket.flat.device}"
+            if bucket.flat.dtype not in DTYPES:
                 raise UsageError(
-                    f"parameter {bucket.slots[0].name!r} is {kind}: servers sum float32, float64, "
-                    "float16 and bfloat16 on the CPU; use wingbeat.DeAR() or AllReduce(), or with "
-                    'CUDA devices wingbeat.init(cuda="nccl")'
+                    f"parameter {bucket.slots[0].name!r} is {bucket.flat.dtype}: servers sum "
+                    "float32, float64, float16 and bfloat16; use wingbeat.DeAR() or AllReduce()"
                 )
-        self._buckets = list(buckets)
+        self._on_host = BucketsOnHost(buckets)
         self._codings, self._residuals, self._uncollected = {}, {}, set()
         largest = self._servers.message // max(bucket.flat.element_size() for bucket in buckets)
         if self._wire:  # incompressible gradients, and sums sent in float32
@@ -138,7 +136,7 @@ class ServerExchange:
         kind = KIND_OF[operation]
         begin = self._pull_parameters if kind in (Kind.FETCH, Kind.EXPECT) else self._push_or_pull
         for number in self._planner.begin(operation, bucket.index):
-            begin(kind, self._buckets[number])
+            begin(kind, self._on_host.of(number, read=kind in (Kind.PUSH, Kind.PUSH_PULL)))
 
     def sections(self) -> Sequence[Section]:
         """Return bytes by class and by server, and the number of refused messages."""
@@ -198,13 +196,21 @@ class ServerExchange:
         ]
         slices = [each.slice for each in requests]
         on_complete = functools.partial(self._keep_unused, bucket, slices)
-        bucket.handle = self._client.request(
-            kind, DTYPES[flat.dtype], transfers, f"bucket {bucket.index}", on_complete
-        )
+        self._on_host.start(
+            bucket,
+            functools.partial(
+                self._client.request, kind, DTYPES[flat.dtype], transfers,
+                f"bucket {bucket.index}", on_complete,
+            ),
+            out=kind is not Kind.PULL,
+            back=kind is not Kind.PUSH,
+        )  # fmt: skip
 
     def _pull_parameters(self, kind: Kind, bucket: Bucket) -> None:
         """Receive the parameters after the next update instead of the bucket's gradients."""
-        flat, updates = self.remote.landing.get(bucket.index, bucket.flat), self.remote.updates
+        landing, updates = self.remote.landing.get(bucket.index), self.remote.updates
+        on_device = landing is not None and landing.device.type != "cpu"
+        flat = bucket.flat if landing is None or on_device else landing
         memory, size = bytes_of(flat), flat.element_size()
         transfers = [
             self._transfer(
@@ -215,9 +221,15 @@ class ServerExchange:
         ]
         residual = self._residuals.get(bucket.index)
         on_complete = functools.partial(_drop_unused, bucket, residual, self.remote.unused)
-        bucket.handle = self._client.request(
-            kind, DTYPES[flat.dtype], transfers, f"bucket {bucket.index}", on_complete
-        )
+        self._on_host.start(
+            bucket,
+            functools.partial(
+                self._client.request, kind, DTYPES[flat.dtype], transfers,
+                f"bucket {bucket.index}", on_complete,
+            ),
+            out=False,
+            into=landing,
+        )  # fmt: skip
 
     def _transfer(
         self, each: SliceRequest, memory: memoryview, slice_format: SliceFormat | None = None
@@ -302,24 +314,14 @@ class GpuServerExchange:
     reduce-scatter, because the worker that keeps a block is its server, and a pull is an
     all-gather. Operations start in the order of the calls, which is the same on all workers. NCCL
     requires this if several communicators share a GPU.
-
-    Raises:
-        UsageError: NCCL does not support an option.
     """
 
-    def __init__(self, world: World, servers: Servers, wire: str | Coded = "") -> None:
-        if wire:
-            raise UsageError(
-                f"compression={wire!r} with parameters on a GPU: as servers, GPUs sum gradients in "
-                "their own dtype only; use compression='fp32', or this one with wingbeat.AllReduce "
-                "or DeAR"
-            )
-        if servers.count or servers.whole or servers.order != Servers.order:
-            raise UsageError(
-                "parameters on a GPU: each GPU serves its block of every bucket, in the order in "
-                "which they are ready; use servers=0, placement='sharded' and order='ready', as "
-                "wingbeat.Geryon() does, or keep the model on the CPU"
-            )
+    @staticmethod
+    def fits(servers: Servers, wire: str | Coded) -> bool:
+        """Whether GPUs can serve: each serves its block of every bucket, when it is ready."""
+        return not (wire or servers.count or servers.whole or servers.order != Servers.order)
+
+    def __init__(self, world: World, servers: Servers) -> None:
         self._world = world
         self._servers = servers
         self._positions: dict[int, int] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import sys
 from collections import defaultdict
@@ -191,14 +192,15 @@ class RemoteOptimizer:
         See `shard_optimizer.ShardOptimizer.load` for ``fields``; empty ones replace the values
         only. ``data`` must not change until it has arrived.
         """
-        document = split_document(fields, [bytes_of(data)], self._servers.message)
+        document = split_document(fields, [bytes_of(data.cpu())], self._servers.message)
         for count, payload in enumerate(document):
             kind = Kind.CONTINUATION if count else Kind.LOAD
             self._submit(kind, each.server, each.number, self.updates, payload)
 
     def send_gradients(self, each: Slice, gradients: torch.Tensor) -> None:
         """Send gradients of a slice that replace the sum in the next update."""
-        self._submit(Kind.GRADIENTS, each.server, each.number, self.updates, bytes_of(gradients))
+        payload = bytes_of(gradients.cpu())
+        self._submit(Kind.GRADIENTS, each.server, each.number, self.updates, payload)
 
     def barrier(self) -> None:
         """Signal that this worker has loaded all its slices; servers wait for all workers."""
@@ -262,16 +264,31 @@ class SlotPart:
         """Return the elements of the parameter."""
         return slice(self.first, self.first + self.length)
 
-    def copy_to(self, values: torch.Tensor) -> bool:
-        """Copy the elements to a slice's values; return whether any of these has changed."""
+    def copy_to(self, values: torch.Tensor) -> bool | torch.Tensor:
+        """Copy the elements to a slice's values; return whether any of these has changed.
+
+        On an accelerator this is a tensor, for which the host does not wait here.
+        """
         known = values[self.offset : self.offset + self.length]
         now = local(self.slot.param.detach()).reshape(-1)[self.of_slot()]
         # Compare bits: NaN equals itself, and 0 differs from -0.
         bits = _INTEGERS[known.element_size()]
-        if torch.equal(known.view(bits), now.view(bits)):
-            return False
+        changed: bool | torch.Tensor
+        if known.device.type != "cpu":
+            changed = known.view(bits).ne(now.view(bits)).any()
+        else:
+            changed = not torch.equal(known.view(bits), now.view(bits))
+            if not changed:
+                return False
         known.copy_(now)
-        return True
+        return changed
+
+
+def _truths(flags: Sequence[bool | torch.Tensor]) -> list[bool]:
+    """Return the values of flags, with one wait for those on an accelerator."""
+    there = [flag for flag in flags if isinstance(flag, torch.Tensor)]
+    values = iter(torch.stack(there).tolist() if there else ())
+    return [next(values) if isinstance(flag, torch.Tensor) else flag for flag in flags]
 
 
 @dataclass(eq=False, slots=True)
@@ -299,10 +316,9 @@ class OwnedSlice:
             part.copy_to(values)
         return values
 
-    def update_known(self) -> bool:
-        """Copy this worker's parameters to `known`; return whether any has changed."""
-        changed = [part.copy_to(self.known) for part in self.parts]
-        return any(changed)
+    def update_known(self) -> list[bool | torch.Tensor]:
+        """Copy this worker's parameters to `known`; return for each part whether it has changed."""
+        return [part.copy_to(self.known) for part in self.parts]
 
     def export(
         self, states: ParamState, elementwise: dict[str, bool]
@@ -322,7 +338,7 @@ class OwnedSlice:
             "pieces": [[p.slot.index, p.group, p.offset, p.length] for p in self.parts],
             "state": state,
         }
-        return fields, torch.cat([array.view(torch.uint8) for array in arrays])
+        return fields, torch.cat([array.cpu().view(torch.uint8) for array in arrays])
 
 
 def _encode_state(
@@ -495,15 +511,27 @@ class ServerUpdate(DividedUpdate):
             return
         active = [r for r, _ in enumerate(answer.intents) if not answer.follows(r)]
         finals = [] if self._summed else self._prepare_gradients(answer.used, active, rank)
+        changed = self._changed(rank)
         for each in self._plan.all:
             # The leader also sends the slices of workers without batches, which do not see local
             # changes of the others.
-            if each.owner == rank and each.update_known():
+            if each in changed:
                 self._remote.load(each.slice, {}, each.known)
             elif rank == answer.leader and answer.follows(each.owner):
                 self._remote.load(each.slice, {}, each.values())
         for each in finals:
             self._remote.send_gradients(each.slice, each.cut(each.bucket.flat))
+
+    def _changed(self, rank: int) -> set[OwnedSlice]:
+        """Copy this worker's slices to what is known; return those that have changed."""
+        owned = [each for each in self._plan.all if each.owner == rank]
+        flags = [each.update_known() for each in owned]
+        truths = iter(_truths([flag for some in flags for flag in some]))
+        return {
+            each
+            for each, some in zip(owned, flags, strict=True)
+            if any(list(itertools.islice(truths, len(some))))  # each has its own
+        }
 
     def _prepare_gradients(
         self, used: frozenset[int], active: list[int], rank: int

@@ -168,7 +168,7 @@ def _copied(make: Callable[[], Any], copy_of: Callable[[Any], Any]) -> Callable[
         for step in range(3):
             x, y = side.batch(step)
             _one_step(model, optimizer, x, y)
-            made = copy_of(bare)
+            made = copy_of(bare).to(x.device)
             side.note("output", made(x).sum())
             side.note("norm", sum(float(p.detach().norm()) for p in made.parameters()))
 

@@ -53,9 +53,10 @@ def _pickle(side: Side, model: Any, step: int) -> None:
     file = io.BytesIO()
     torch.save(side.bare(model).state_dict(), file)
     file.seek(0)
-    plain = mlp()
+    x, _ = side.batch(50)
+    plain = mlp().to(x.device)
     plain.load_state_dict(torch.load(file))
-    side.note(f"output of the saved one after {step}", plain(side.batch(50)[0]))
+    side.note(f"output of the saved one after {step}", plain(x))
 
 
 def _evaluate(side: Side, model: Any, step: int) -> None:
