@@ -235,7 +235,7 @@ class Channel:
                 self._post(peer, message)
             except PeerError:
                 failed = self._detector.failed().get(peer)
-                # What it has sent last may say why.
+                # What it has sent last may state why.
                 while (message := self._mailbox.poll()) is not None:
                     self._take(message)
                 for _, record in self._received:
