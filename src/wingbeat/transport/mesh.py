@@ -26,6 +26,8 @@ class Replica:
 
     Attributes:
         number: of this replica, which is this worker's rank in its column.
+        position: of this worker in it, by the dimensions inside. Workers with the same position
+            hold the same part of the model.
         ranks: of the job, ascending.
         names: of the dimensions inside that have several ranks.
         groups: torch's process group of each of these, which this rank is in.
@@ -33,6 +35,7 @@ class Replica:
     """
 
     number: int
+    position: int
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     groups: tuple[Any, ...]
@@ -82,6 +85,16 @@ def describe(mesh: Any, across: str | None) -> dict[str, Any]:
         "ranks": mesh.mesh.flatten().tolist(),
         "across": across,
     }
+
+
+def check_device(kind: str) -> None:
+    """Raise a `UsageError` for a mesh of devices of a kind that is not supported."""
+    if kind != "cpu":
+        raise UsageError(
+            f"distribute(mesh=...): a mesh of {kind!r} devices is not supported yet: updates are "
+            "not ordered with the streams of fully_shard(); use fully_shard() with the whole mesh, "
+            "without distribute()"
+        )
 
 
 _TITLES = {"shape": "shape", "names": "dimensions", "device": "device type", "ranks": "ranks"}
@@ -145,12 +158,7 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
             f"distribute(mesh=...): rank {job.rank} of wingbeat.init() is rank {of_torch} of "
             "torch's default group: start both from the same variables RANK and WORLD_SIZE"
         )
-    if told["device"] != "cpu":
-        raise UsageError(
-            f"distribute(mesh=...): a mesh of {told['device']!r} devices is not supported yet: "
-            "updates are not ordered with the streams of fully_shard(); use fully_shard() with the "
-            "whole mesh, without distribute()"
-        )
+    check_device(told["device"])
     place = 0 if across is None else told["names"].index(across)
     known = _columns.setdefault(job, {})
     key = f"{told['shape']}{told['ranks']}{place}"
@@ -167,6 +175,7 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
         inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
         world.inside = Replica(
             number,
+            position,
             tuple(sorted(replicas[number].tolist())),
             tuple(names[i] for i in inner),
             tuple(mesh.get_group(i) for i in inner),
