@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import (
     DTensor,
+    Partial,
     Replicate,
     Shard,
     distribute_module,
@@ -493,6 +494,13 @@ def refusals() -> dict[str, str]:
             return words_of(lambda: wingbeat.distribute(model, optimizer, chosen, **options))
 
         other = init_device_mesh("cpu", (4, 1), mesh_dim_names=NAMES)
+        of_gpus = replicas()
+        of_gpus._device_type = "cuda"  # no process group of GPUs can be made here
+        table = nn.ModuleDict({"table": nn.Embedding(4, 6, sparse=True), "net": net()})
+        sharded(table["net"], inner)
+        terms = nn.Linear(6, 1)
+        part = DTensor.from_local(torch.ones(1, 6), inner, [Partial()])
+        terms.weight = nn.Parameter(part)
         third = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=(*NAMES, "alone"))
         return {
             "no mesh": attempt(sharded(net(), inner)),
@@ -502,6 +510,9 @@ def refusals() -> dict[str, str]:
             "a part of the mesh": attempt(sharded(net(), inner), mesh=inner),
             "sharded over all": attempt(sharded(net(), mesh), mesh=mesh),
             "nothing is divided": attempt(sharded(net(), third["alone"]), mesh=third),
+            "of GPUs": attempt(sharded(net(), inner), mesh=of_gpus),
+            "sparse": attempt(table, mesh=mesh),
+            "terms": attempt(terms, mesh=mesh),
             "averaging": attempt(sharded(net(), inner), wingbeat.LocalSGD(), mesh=mesh),
             "servers": attempt(sharded(net(), inner), wingbeat.ParameterServer(), mesh=mesh),
             "canary": attempt(sharded(net(), inner), wingbeat.Canary(), mesh=mesh),

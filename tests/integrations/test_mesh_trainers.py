@@ -63,6 +63,11 @@ def test_accelerate_trains_the_weights_of_its_hsdp(
     pool_of(4).run(cases.accelerate_as_hsdp, name, str(tmp_path), deadline=150.0)
 
 
+@pytest.mark.slow
+def test_hf_trainer_trains_the_weights_of_its_hsdp(pool_of: PoolOf, tmp_path: Path) -> None:
+    pool_of(4).run(cases.hf_as_hsdp, str(tmp_path), deadline=150.0)
+
+
 def test_accelerate_trains_shards_of_the_user_and_does_not_save_them(
     pool_of: PoolOf, tmp_path: Path
 ) -> None:
