@@ -313,6 +313,7 @@ def lightning_refusals() -> list[str]:
                 lambda: strategy(process_group="gloo"),
                 lambda: trained(strategy(replicas=3), Module, {}),
                 lambda: trained(strategy(replicas="all"), Module, {}),
+                lambda: trained(strategy(tensor_parallel_size=0), Module, {}),
                 lambda: made.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1)),
                 lambda: trained(strategy(wingbeat.LocalSGD(), replicas=2), Module, {}),
             ]

@@ -48,6 +48,7 @@ def test_lightning_refuses_wrong_sizes_and_options_in_one_line(pool_of: PoolOf) 
         "unknown option of WingbeatModelParallelStrategy 'process_group'",
         "3 replicas x data_parallel_size 1 x tensor_parallel_size 1 are not the 4 workers",
         "replicas='all'",
+        "tensor_parallel_size=0): give positive whole numbers",
         "call model = fabric.setup(model) first",
         "LocalSGD() is not possible for replicas of 2 ranks",
     ]

@@ -43,6 +43,7 @@ class _Mesh(WingbeatMixin):
     """The mesh of both classes."""
 
     # Attributes of ModelParallelStrategy.
+    broadcast: Callable[[Any], Any]
     num_nodes: int
     num_processes: int
     _data_parallel_size: int | str
@@ -89,7 +90,7 @@ class _Mesh(WingbeatMixin):
         """Batches differ between replicas and among ranks that ``fully_shard`` divides."""
         assert self._wingbeat_mesh is not None
         replicas, shards, _ = self._wingbeat_mesh.mesh.shape
-        replica, shard, _ = self._wingbeat_mesh.get_coordinate()  # type: ignore[misc]
+        replica, shard, _ = self._wingbeat_mesh.get_coordinate()
         return {"num_replicas": replicas * shards, "rank": replica * shards + shard}
 
     def _distribute(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -101,11 +102,12 @@ def _sizes(
     world: int, nodes: int, replicas: int | str, shards: int | str, columns: int
 ) -> tuple[int, int, int]:
     """Return the sizes of the mesh's dimensions; a replica is a host by default."""
-    given = (replicas, shards, columns)
-    if not all((isinstance(each, int) and each > 0) or each == "auto" for each in given[:2]):
+    numbers = [each for each in (replicas, shards) if each != "auto"] + [columns]
+    if not all(isinstance(each, int) and each > 0 for each in numbers):
         raise UsageError(
-            f"WingbeatModelParallelStrategy(replicas={replicas!r}, data_parallel_size={shards!r}): "
-            'give whole numbers, or "auto": a replica on each host'
+            f"WingbeatModelParallelStrategy(replicas={replicas!r}, data_parallel_size={shards!r}, "
+            f"tensor_parallel_size={columns!r}): give positive whole numbers; the first two may be "
+            '"auto", which makes a replica of each host'
         )
     if replicas == "auto":
         replicas = nodes if shards == "auto" else world // (int(shards) * columns)
