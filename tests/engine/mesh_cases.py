@@ -13,7 +13,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import (
@@ -199,6 +204,71 @@ def variants(strategy: str, steps: int) -> dict[str, float]:
             wingbeat.release(models[1], optimizers[1])
             found[name] = float((theirs - ours).norm() / theirs.norm())
         return found
+    finally:
+        wingbeat.shutdown()
+
+
+def pretraining(strategy: str | None, path: str) -> tuple[torch.Tensor, list[float]]:
+    """Weights and norms of a loop as in torchtitan, stopped and continued; HSDP without strategy.
+
+    It has activation checkpointing, mixed precision, accumulation, clipping of its own, a schedule,
+    and checkpoints of flat state dicts that are loaded after the model is distributed.
+    """
+    norms: list[float] = []
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    for part in range(2):
+        world_mesh = replicas()
+        world_mesh["dp_shard"]._flatten("dp_shard_cp")
+        shards = ("dp_replicate", "dp_shard_cp") if strategy is None else ("dp_shard_cp",)
+        model: Any = net(1 + part)
+        model.layers[0] = checkpoint_wrapper(model.layers[0], preserve_rng_state=False)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        sharded(model, world_mesh[shards], mp_policy=policy)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
+        if strategy is not None:
+            wingbeat.distribute(model, optimizer, parse(strategy), mesh=world_mesh)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if part:
+            found = _pretrained(model, optimizer, options)
+            dcp.load(found, checkpoint_id=path)
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=found["model"],
+                optim_state_dict=found["optim"],
+                options=options,
+            )
+        for step in range(3 * part, 3 * part + 3):
+            optimizer.zero_grad()
+            for micro in range(2):
+                x, y = batch(2 * step + micro, dist.get_rank())
+                (F.mse_loss(model(x), y) / 2).backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads, foreach=True).full_tensor()
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm, foreach=True)
+            norms.append(float(norm))
+            optimizer.step()
+            scheduler.step()
+        if not part:
+            dcp.save(_pretrained(model, optimizer, options), checkpoint_id=path)
+        trained = weights(model)
+        if strategy is not None:
+            wingbeat.release(model, optimizer)
+    return trained, norms
+
+
+def _pretrained(model: Any, optimizer: Any, options: StateDictOptions) -> dict[str, Any]:
+    parts = get_state_dict(model, optimizer, options=options)
+    return dict(zip(("model", "optim"), parts, strict=True))
+
+
+def pretrained_as_hsdp(strategy: str, path: str) -> list[Any]:
+    """The relative difference of weights to HSDP, and the norms of both."""
+    wingbeat.init(timeout=60)
+    try:
+        theirs, norms = pretraining(None, f"{path}/theirs")
+        ours, own = pretraining(strategy, f"{path}/ours")
+        return [float((theirs - ours).norm() / theirs.norm()), norms, own]
     finally:
         wingbeat.shutdown()
 

@@ -80,6 +80,16 @@ def test_each_use_of_fsdp2_equals_hsdps(job: Pool, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+def test_loop_as_in_torchtitan_continues_with_hsdps_weights(
+    job: Pool, strategy: str, tmp_path: Path
+) -> None:
+    for difference, norms, own in job.run(mesh_cases.pretrained_as_hsdp, strategy, str(tmp_path)):
+        assert difference < 1e-6
+        assert own == pytest.approx(norms, rel=1e-5)
+        assert min(norms) > 0.05, "the limit"
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
 @pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("across", [2, 1])
 def test_tensor_parallel_replicas_equal_one_process(
