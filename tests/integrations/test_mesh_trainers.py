@@ -49,6 +49,7 @@ def test_lightning_refuses_wrong_sizes_and_options_in_one_line(pool_of: PoolOf) 
         "3 replicas x data_parallel_size 1 x tensor_parallel_size 1 are not the 4 workers",
         "replicas='all'",
         "tensor_parallel_size=0): give positive whole numbers",
+        "all 4 workers are one replica, so there is nothing to exchange: give replicas=2",
         "call model = fabric.setup(model) first",
         "LocalSGD() is not possible for replicas of 2 ranks",
     ]

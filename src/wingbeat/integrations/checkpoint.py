@@ -13,6 +13,7 @@ each worker writes ``wingbeat_NAME_RANK_of_SIZE.pt`` into the same folder (`save
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
@@ -37,7 +38,9 @@ from wingbeat.observe.log import log
 __all__ = ["load", "state"]
 
 _MODEL, _OPTIMIZER, _PART = "model", "optim", "wingbeat"
-_PARTS = re.compile(rf"{_PART}\.((?:([0-9]{{1,6}})_of_([0-9]{{1,6}})\.)?([0-9]{{1,6}}))")
+_DROPPED = "residuals start at zero, and warm-up of a codec from the beginning"
+_LAYOUT = "[0-9]{1,6}x[0-9a-f]{16}"
+_PARTS = re.compile(rf"{_PART}\.((?:([0-9]{{1,6}})_of_({_LAYOUT})\.)?([0-9]{{1,6}}))")
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -115,6 +118,11 @@ def load(
         template[_OPTIMIZER] = whole.get_optimizer_state_dict(model, optimizer)
     where = str(checkpoint_id or type(storage_reader).__name__)
     template[_PART] = _empty_parts(saved, where, engine)
+    if not template[_PART] and _OPTIMIZER not in template:
+        raise UsageError(
+            f"checkpoint.load({where}): its optimizer is in parts of another mesh: train on the "
+            "mesh that saved it"
+        )
     dcp.load(template, storage_reader=storage_reader)
     parts = [_unpacked(part) for part in template[_PART].values()]
     extra = [part["beside"] or None for part in parts]
@@ -124,11 +132,6 @@ def load(
     whole.set_model_state_dict(model, template[_MODEL])
     if _OPTIMIZER in template:
         whole.set_optimizer_state_dict(model, optimizer, template[_OPTIMIZER])
-    elif not parts:
-        raise UsageError(
-            f"checkpoint.load({where}): its optimizer is in parts of another mesh: train on the "
-            "mesh that saved it"
-        )
     elif "own" in parts[0]:
         own = parts[engine.world.rank % len(parts)]["own"]
         whole.set_optimizer_state_dict(model, optimizer, own)
@@ -158,7 +161,22 @@ def _place(engine: Engine, end: str) -> str:
     replica = engine.world.inside
     if replica is None or replica.size == 1:
         return ""
-    return f"{replica.position}_of_{replica.size}{end}"
+    return f"{replica.position}_of_{_layout(engine)}{end}"
+
+
+def _layout(engine: Engine) -> str:
+    """Return the ranks of a replica and a digest of how they divide the model; empty for one."""
+    replica = engine.world.inside
+    if replica is None or replica.size == 1:
+        return ""
+    placed = [
+        (slot.name, repr(slot.param.placements), tuple(slot.param.device_mesh.shape))  # type: ignore[attr-defined]
+        for slot in engine.slots
+        if slot.placed
+    ]
+    sizes = [len(replica.group_ranks(name)) for name in replica.names]
+    told = repr((replica.names, sizes, placed)).encode()
+    return f"{replica.size}x{hashlib.sha256(told).hexdigest()[:16]}"
 
 
 def _is_first(engine: Engine) -> bool:
@@ -170,27 +188,26 @@ def _is_first(engine: Engine) -> bool:
 def _empty_parts(saved: Metadata, where: str, engine: Engine) -> dict[str, torch.Tensor]:
     """Allocate the parts of all workers that held the same shards, in their saved lengths.
 
-    There are none if a replica had another number of ranks.
+    There are none if replicas divided the model in another way.
     """
-    found: dict[tuple[int, int], dict[int, Any]] = {}  # by (ranks of a replica, position), by rank
+    found: dict[tuple[str, int], dict[int, Any]] = {}  # by (layout, position), by rank
     for key, described in saved.state_dict_metadata.items():
         match = _PARTS.fullmatch(key)
         if match and isinstance(described, TensorStorageMetadata):
-            place = int(match[3] or 1), int(match[2] or 0)
+            place = match[3] or "", int(match[2] or 0)
             found.setdefault(place, {})[int(match[4])] = match[1], described
-    inside, size = next(((i, len(ranks)) for (i, _), ranks in found.items()), (0, 0))
-    complete = {(inside, at): {*range(size)} for at in range(inside)}
+    layout, size = next(((each, len(ranks)) for (each, _), ranks in found.items()), ("", 0))
+    inside = int(layout.partition("x")[0] or 1)
+    complete = {(layout, at): {*range(size)} for at in range(min(inside, len(found) + 1))}
     if not found or {place: {*ranks} for place, ranks in found.items()} != complete:
         raise UsageError(
             f"checkpoint.load({where}): parts of workers are missing in it; it was not "
             "saved from wingbeat.integrations.checkpoint.state()"
         )
     replica = engine.world.inside
-    mine = (1, 0) if replica is None else (replica.size, replica.position)
+    mine = _layout(engine), 0 if replica is None or replica.size == 1 else replica.position
     if mine not in found and engine.compression.residuals is not None and _is_first(engine):
-        log.info(
-            "%s is of replicas of %d ranks, not %d: residuals start at zero", where, inside, mine[0]
-        )
+        log.info("%s is of replicas that divide the model in another way: %s", where, _DROPPED)
     parts = found.get(mine, {})
     return {
         key: torch.empty(described.size, dtype=described.properties.dtype)
@@ -232,10 +249,9 @@ def load_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
     refuse_loading(engine, "loading residuals")
     place, name = _place(engine, "_"), f"residuals_{number}"
     latest = _latest(Path(folder), name)
-    inside = place.partition("_of_")[2]
-    if latest is not None and latest != inside:
+    if latest is not None and latest != _layout(engine):
         if _is_first(engine):
-            log.info("%s has residuals of replicas of another size: they start at zero", folder)
+            log.info("%s is of replicas that divide the model in another way: %s", folder, _DROPPED)
         return
     name = f"{place}{name}"
     parts = read_parts(Path(folder), name, engine.world.rank, engine.world.size)
@@ -247,7 +263,7 @@ def load_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
 
 def _latest(folder: Path, name: str) -> str | None:
     """Return the end of the names' place of the files that were written last, or None."""
-    pattern = re.compile(rf"wingbeat_(?:\d+_of_(\d+_))?{re.escape(name)}_\d+_of_\d+\.pt")
+    pattern = re.compile(rf"wingbeat_(?:\d+_of_({_LAYOUT})_)?{re.escape(name)}_\d+_of_\d+\.pt")
     found = [
         (path.stat().st_mtime_ns, match[1] or "")
         for path in folder.glob(f"wingbeat_*{name}_*.pt")

@@ -120,6 +120,11 @@ def _sizes(
             f"tensor_parallel_size {columns} are not the {world} workers of this job; change "
             "replicas, or devices and num_nodes"
         )
+    if found[0] == 1 and world > 1:
+        raise UsageError(
+            f"WingbeatModelParallelStrategy: all {world} workers are one replica, so there is "
+            "nothing to exchange: give replicas=2 or more, or use ModelParallelStrategy"
+        )
     return found
 
 
@@ -218,4 +223,5 @@ def _load(optimizer: Any, path: Any, number: int = 0) -> None:
 
 
 def _optimizers(state: Mapping[str, Any]) -> list[Any]:
-    return [each for each in state.values() if isinstance(each, torch.optim.Optimizer)]
+    """Return the optimizers of a checkpoint by their keys, in an order that loading has too."""
+    return [state[key] for key in sorted(state) if isinstance(state[key], torch.optim.Optimizer)]
