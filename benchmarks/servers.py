@@ -64,7 +64,7 @@ def config_of(way: str, workers: int, mib: int) -> ServerConfig:
     return ServerConfig(
         room=way.replace(", ", "-"),
         index=0,
-        workers=workers,
+        ranks=tuple(range(workers)),
         hosts=(0,),
         interfaces=("lo",),
         classes=CLASSES,

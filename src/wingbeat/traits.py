@@ -111,6 +111,12 @@ class ExchangePart(Part):
     def check(self, strategy: Strategy) -> None:
         """Raise a `UsageError` for parts of ``strategy`` that the exchange does not support."""
 
+    def check_replicas(self, strategy: Strategy) -> None:
+        """Raise a `UsageError` for what is not possible between replicas of several ranks.
+
+        Each column of the mesh has an exchange of its own, see `transport.mesh`.
+        """
+
     def check_model(self, model: torch.nn.Module) -> None:
         """Raise a `UsageError` for a model that the exchange does not support."""
 

@@ -558,8 +558,10 @@ def refusals() -> dict[str, str]:
         mesh, rank = replicas(), job.rank
         inner = mesh["dp_shard"]
 
-        def attempt(model: nn.Module, strategy: Any = None, **options: Any) -> str:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        def attempt(
+            model: nn.Module, strategy: Any = None, kind: Any = torch.optim.SGD, **options: Any
+        ) -> str:
+            optimizer = kind(model.parameters(), lr=0.1)
             chosen = strategy or wingbeat.AllReduce()
             return words_of(lambda: wingbeat.distribute(model, optimizer, chosen, **options))
 
@@ -584,8 +586,17 @@ def refusals() -> dict[str, str]:
             "sparse": attempt(table, mesh=mesh),
             "terms": attempt(terms, mesh=mesh),
             "averaging": attempt(sharded(net(), inner), wingbeat.LocalSGD(), mesh=mesh),
-            "servers": attempt(sharded(net(), inner), wingbeat.ParameterServer(), mesh=mesh),
-            "canary": attempt(sharded(net(), inner), wingbeat.Canary(), mesh=mesh),
+            "threshold file": attempt(
+                sharded(net(), inner),
+                wingbeat.Geryon(threshold="tuned", plan_file="a.json"),
+                mesh=mesh,
+            ),
+            "measured colayers": attempt(
+                sharded(net(), inner), wingbeat.Canary(measured=True), mesh=mesh
+            ),
+            "communicating optimizer": attempt(
+                sharded(net(), inner), wingbeat.Canary(), torch.optim.Adafactor, mesh=mesh
+            ),
             "divided": attempt(
                 sharded(net(), inner), wingbeat.DeAR(shard_optimizer=True), mesh=mesh
             ),

@@ -26,6 +26,15 @@ class FakeWorld:
     size: int
     said: Any = None
 
+    @property
+    def me(self) -> str:
+        """The name of this worker."""
+        return self.name(self.rank)
+
+    def name(self, rank: int) -> str:
+        """Return the name of a worker."""
+        return f"rank {rank}"
+
     def exchange(self, _what: str, value: Any) -> list[Any]:
         """Return what all say, as if it had come by a network."""
         answers: list[Any] = json.loads(json.dumps(self.said(value) if self.said else [value]))

@@ -18,7 +18,7 @@ class Record(Departures):
 
     def __init__(self, store: Switchboard | None) -> None:
         self.lines: list[str] = []
-        super().__init__(store, "rank 0", 3, warn=self.lines.append)
+        super().__init__(store, "rank 0", range(3), warn=self.lines.append)
 
     def settled(self) -> list[str]:
         for thread in self._asking:
@@ -131,6 +131,22 @@ def test_first_failure_names_who_failed_by_itself_and_not_who_waited_for_it() ->
     assert record.first_failure() == "rank 2 failed with OSError: disk"
     assert record.how(2) == "failed with OSError: disk"
     assert Record(None).first_failure() is None
+
+
+def test_workers_of_a_column_are_named_by_their_ranks_in_the_job() -> None:
+    store, lines = Switchboard(), list[str]()
+    record = Departures(store, "rank 1", (1, 3), everyone=range(4), warn=lines.append)
+    publish_failure(store, 3, ValueError("boom"))
+    publish_failure(store, 1, PeerError("rank 1: rank 3 failed"))
+    record.lost(1)
+    for thread in record._asking:
+        thread.join(20.0)
+    assert lines == ["rank 1: rank 3 failed with ValueError: boom; the others continue without it"]
+    assert record.how(1) == "failed with ValueError: boom"
+    publish_failure(store, 2, OSError("disk"))  # of another column, which is the cause
+    assert record.first_failure() == "rank 2 failed with OSError: disk"
+    record.back(1)
+    assert lines[1:] == ["rank 1: rank 3 is back"]
 
 
 def test_all_models_of_a_job_share_one_record_which_closes_with_the_world(

@@ -47,11 +47,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SigtermHandl
         end(one)
 
 
-def step(one: SigtermHandler, *, lockstep: bool = True) -> bool:
+def step(one: SigtermHandler, *, lockstep: bool = True, together: tuple[int, ...] = ()) -> bool:
     """Make a step, and begin the next; whether this rank has left instead."""
     one.count_step()
     try:
-        one.stop_if_due(lockstep=lockstep)
+        one.stop_if_due(lockstep=lockstep, together=together)
     except SystemExit as left:
         return bool(left.code == 143)
     return False
@@ -87,6 +87,23 @@ def test_rank_without_lockstep_stops_after_its_current_step(
     assert step(second, lockstep=False)
     assert (first._count, second._count) == (1000, 1)
     assert step(first, lockstep=False)
+
+
+def test_ranks_of_a_replica_without_lockstep_stop_after_the_same_step(
+    made: Callable[..., SigtermHandler],
+) -> None:
+    """One of them alone could not gather what the next step needs; other replicas are ahead."""
+    ranks = [made(world) for world in loopback.worlds(3)]
+    for one, count in zip(ranks, (4, 5, 90), strict=True):
+        for _ in range(count):
+            assert not step(one, lockstep=False)
+    ranks[2]._signalled.set()
+    until(lambda: all(one.after is not None for one in ranks))
+    for one in ranks[:2]:
+        while not step(one, lockstep=False, together=(0, 1)):
+            assert one._count < 6
+    assert step(ranks[2], lockstep=False, together=(2,))
+    assert [one._count for one in ranks] == [6, 6, 91]
 
 
 def test_rank_completes_no_step_until_all_have_published_their_counts(

@@ -764,7 +764,9 @@ class Engine:
     def between_steps(self) -> None:
         """Raise `SystemExit` before the first forward of a step if SIGTERM has stopped the job."""
         if not self.stepper.stepping:
-            graceful_shutdown.stop_if_due(lockstep=self.strategy.exchange.lockstep)
+            inside, lockstep = self.world.inside, self.strategy.exchange.lockstep
+            together = () if inside is None else inside.ranks
+            graceful_shutdown.stop_if_due(lockstep=lockstep, together=together)
 
     def visible_state(self) -> Any:
         """Return the optimizer's state after all updates; inside its own step, unchanged."""

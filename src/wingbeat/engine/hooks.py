@@ -17,7 +17,12 @@ import torch
 
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.bucketing import is_compiled
-from wingbeat.engine.gradients.placed import GatherHook, sum_partial, whole_groups
+from wingbeat.engine.gradients.placed import (
+    GatherHook,
+    InsideFailureHook,
+    sum_partial,
+    whole_groups,
+)
 from wingbeat.engine.updates.stepper import recording, unrecorded
 from wingbeat.errors import UsageError
 
@@ -46,6 +51,9 @@ class Hooks:
         if engine.update.defers:
             refresh = functools.partial(_call, ref, "refresh")
             self._others += [GatherHook(each, refresh) for each in whole_groups(model)]
+        if engine.world.inside is not None:
+            groups = whole_groups(model)
+            self._others += [InsideFailureHook(each, engine.world) for each in groups]
         self.arrivals = Arrivals(functools.partial(_call, ref, "on_grad"), slots)
         self.arrivals.watch(engine.buckets)
         self._others += self.arrivals.hooks
@@ -79,7 +87,7 @@ class Hooks:
     def remove(self) -> None:
         """Remove all hooks."""
         self.remove_inner()
-        for handle in self._others:
+        for handle in reversed(self._others):
             handle.remove()
         self._others.clear()
 

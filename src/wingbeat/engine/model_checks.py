@@ -15,7 +15,7 @@ from wingbeat.engine.gradients.placed import divides, gathered_ids, is_placed
 from wingbeat.engine.gradients.sparse import sparse_parameters
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
-from wingbeat.traits import KEPT
+from wingbeat.traits import KEPT, MEANS
 from wingbeat.transport.world import World
 
 # -- wrappers -----------------------------------------------------------------------------
@@ -106,17 +106,16 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
             "mesh has a plan of its own: leave the file out"
         )
     what = ""
-    if not exchange.collective:
-        what = "it exchanges models or messages between single processes"
-    elif strategy.update_part.divides:
-        what = "fully_shard() divides the optimizer's state already"
+    if MEANS in exchange.has:
+        what = "it averages models of single processes; use wingbeat.AllReduce() or wingbeat.DeAR()"
     elif strategy.update_part.shards:
-        what = "it divides parameters among processes that hold all of them"
+        what = "fully_shard() divides the optimizer's state already; leave shard_optimizer out"
     if what:
         raise UsageError(
             f"distribute(mesh=...): {strategy!r} is not possible for replicas of {replica.size} "
-            f"ranks: {what}; use wingbeat.AllReduce() or wingbeat.DeAR(), with any compression"
+            f"ranks: {what}"
         )
+    exchange.check_replicas(strategy)
 
 
 def averages_inside(model: torch.nn.Module, strategy: Strategy, world: World) -> bool:

@@ -2,7 +2,8 @@
 
 A snapshot consists of the length of a JSON header in eight bytes; the header, with dtypes and
 shapes of the tensors and the numbers in the optimizer state; and the elements of the tensors.
-Everything is checked before any of it is loaded, and nothing is unpickled.
+Everything is checked before any of it is loaded, and nothing is unpickled. Of a `DTensor` it has
+the part that this rank holds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from wingbeat.engine.gradients.placed import is_placed, local, place
 from wingbeat.errors import PeerError
 
 _LENGTH = struct.Struct("<Q")
@@ -61,8 +63,9 @@ def encode_snapshot(
 
 def _describe(value: Any, bodies: list[torch.Tensor], what: str) -> Any:
     if isinstance(value, torch.Tensor) and str(value.dtype) in _DTYPES:
-        bodies.append(value)
-        return {"dtype": str(value.dtype), "shape": list(value.shape)}
+        part = local(value.detach())
+        bodies.append(part)
+        return {"dtype": str(part.dtype), "shape": list(part.shape)}
     if type(value) in _SCALARS:
         return {"value": value}
     raise PeerError(
@@ -108,7 +111,7 @@ class Snapshot:
         """Load everything in place."""
         with torch.no_grad():
             for mine, theirs in zip(self._tensors, self._new, strict=True):
-                mine.copy_(theirs)
+                local(mine).copy_(theirs)
         for param, state in zip(self._params, self._states, strict=True):
             optimizer.state.pop(param, None)
             if state:
@@ -145,9 +148,12 @@ def _decode_states(
                 mine[key] = kind["value"]
                 continue
             (mine[key],) = _decode_tensors([kind], body)
-            if mine[key].numel() > max(param.numel(), 1):
+            part = local(param)
+            if mine[key].numel() > max(part.numel(), 1):
                 raise ValueError(f"{key!r:.40} of {mine[key].numel()} elements")
             body = body[_nbytes(mine[key]) :]
+            if is_placed(param) and mine[key].shape == part.shape:
+                mine[key] = place(mine[key], param)
         out.append(mine)
     if len(body):
         raise ValueError(f"{len(body)} bytes too many")
@@ -155,7 +161,7 @@ def _decode_states(
 
 
 def _check_shapes(new: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> None:
-    for theirs, own in zip(new, mine, strict=True):
+    for theirs, own in zip(new, map(local, mine), strict=True):
         if theirs.shape != own.shape or theirs.dtype != own.dtype:
             raise ValueError(
                 f"{theirs.dtype} {tuple(theirs.shape)} for {own.dtype} {tuple(own.shape)}"

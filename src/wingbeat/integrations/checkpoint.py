@@ -161,7 +161,7 @@ def _place(engine: Engine, end: str) -> str:
     replica = engine.world.inside
     if replica is None or replica.size == 1:
         return ""
-    return f"{replica.position}_of_{_layout(engine)}{end}"
+    return f"{replica.place}_of_{_layout(engine)}{end}"
 
 
 def _layout(engine: Engine) -> str:
@@ -182,7 +182,7 @@ def _layout(engine: Engine) -> str:
 def _is_first(engine: Engine) -> bool:
     """Whether this worker logs what concerns all."""
     replica = engine.world.inside
-    return engine.world.rank == 0 and (replica is None or replica.position == 0)
+    return engine.world.rank == 0 and (replica is None or replica.place == 0)
 
 
 def _empty_parts(saved: Metadata, where: str, engine: Engine) -> dict[str, torch.Tensor]:
@@ -205,7 +205,7 @@ def _empty_parts(saved: Metadata, where: str, engine: Engine) -> dict[str, torch
             "saved from wingbeat.integrations.checkpoint.state()"
         )
     replica = engine.world.inside
-    mine = _layout(engine), 0 if replica is None or replica.size == 1 else replica.position
+    mine = _layout(engine), 0 if replica is None or replica.size == 1 else replica.place
     if mine not in found and engine.compression.residuals is not None and _is_first(engine):
         log.info("%s is of replicas that divide the model in another way: %s", where, _DROPPED)
     parts = found.get(mine, {})

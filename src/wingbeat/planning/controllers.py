@@ -128,7 +128,7 @@ class _LedController(Generic[C, T]):
         self, bucketing: Bucketing, collectives: Collectives, file: str, key: Mapping[str, Any]
     ) -> None:
         self._bucketing, self._collectives = bucketing, collectives
-        self._rank0 = collectives.world.rank == 0
+        self._rank0 = collectives.world.leads
         self._file, self._key = file, key
         self._trial: LedTrial[C, T] | None = None
         self._untuned: T | None = None
@@ -324,7 +324,7 @@ def _possible_topologies(
         why = f"{collectives.world.size} workers on these links have one"
     if not why:
         return found
-    if collectives.world.rank == 0:
+    if collectives.world.leads:
         log.info("topologies are not tuned: %s", why)
     return ()
 

@@ -111,7 +111,7 @@ class CostProbe:
     def measure(self, order: Sequence[int], ready: tuple[float, ...], rest_s: float) -> Probe:
         """Measure compression and links with all workers; no exchange may be in progress."""
         world, specs = self._collectives.world, self._bucketing.specs
-        if world.rank == 0:
+        if world.leads:
             log.info("measuring compression and links, to merge layers by their costs")
         samples = self._measure_wire(self.wire, self.collective)
         encode, exchange = fit_samples(samples, self.wire)
@@ -298,7 +298,7 @@ class LayerMerging:
         if drifted is None:
             self._compare(max(medians))
             return False
-        if self._world.rank == 0:
+        if self._world.leads:
             log.info(
                 "iterations take %.4g s in place of %.4g s: measuring again, to merge layers again",
                 drifted[1],
@@ -316,7 +316,7 @@ class LayerMerging:
             return
         first, plan.measured_s = not plan.measured_s, measured_s
         error = plan.error or 0.0
-        if first and abs(error) > MISPREDICTED and self._world.rank == 0:
+        if first and abs(error) > MISPREDICTED and self._world.leads:
             log.info(
                 "iterations take %.4g ms with %d merged layers, and were predicted at %.4g ms "
                 "(%+.0f%%)",
@@ -409,7 +409,7 @@ class LayerMerging:
         predicted_s = self.probe.rest_s + timeline.finish_s + gathers
         self.plan = ActivePlan(candidate.rules, candidate.plan, timeline, predicted_s, measured_s)
         self._bucketing.follow(candidate.plan)
-        if self._world.rank == 0 and self._trial is None:
+        if self._world.leads and self._trial is None:
             log.info(
                 "%d gradients merged into %d: %.4g ms an iteration expected, %.3g ms of exchange "
                 "exposed",
@@ -445,7 +445,7 @@ class LayerMerging:
         others = sorted(timings, key=lambda timing: timing.iteration_s)
         self.probe = replace(self.probe, timings=(best, *others))
         self._trial = None
-        if self._world.rank == 0:
+        if self._world.leads:
             text = format_timings(self.probe.timings)
             log.info("plans tried in whole iterations: %s; the first stays", text)
         self._follow(self._candidates[chosen])

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from wingbeat.errors import UsageError
@@ -189,11 +189,13 @@ class SigtermHandler:
     it. Without a signal the ranks exchange nothing.
 
     ``after`` is the step count after which the job stops; None while no rank received the signal.
+    ``counts`` has the number of steps of each rank at that time.
     """
 
     def __init__(self, world: World, save: Callable[[], object], grace: float) -> None:
         self.world, self.save, self.grace = world, save, grace
         self.after: int | None = None
+        self.counts: dict[int, int] = {}
         self._store = world.store
         self._pid = os.getpid()
         self._count, self._is_between = 0, False
@@ -234,13 +236,19 @@ class SigtermHandler:
             self._count += 1
         self._is_between = True
 
-    def stop_if_due(self, *, lockstep: bool) -> None:
-        """Exit here with code 143 if the job stops; ``lockstep`` ranks stop after the same step."""
+    def stop_if_due(self, *, lockstep: bool, together: Sequence[int] = ()) -> None:
+        """Exit here with code 143 if the job stops.
+
+        All ranks stop after the same step if they run in ``lockstep``; otherwise those that train
+        a model ``together`` do, and any other one here.
+        """
         if not self._is_between:
             return
         self._is_between = False
         after = self.after
-        if after is not None and (self._count >= after or not lockstep):
+        if after is not None and not lockstep:
+            after = max((self.counts.get(rank, 0) + 1 for rank in together), default=0)
+        if after is not None and self._count >= after:
             self._leave()
 
     def _leave(self) -> None:
@@ -277,11 +285,13 @@ class SigtermHandler:
         with contextlib.suppress(RuntimeError, TimeoutError):  # rank 0 has exited
             store.set("terminate", str(rank))
             store.set(f"terminate/steps/{rank}", str(self._count))
+            self.counts[rank] = self._count
             for other in range(self.world.size):
                 left = deadline - time.monotonic()
                 text = await_value(store, f"terminate/steps/{other}", other, left)
                 if text is not None:
-                    most = max(most, self._read(text, f"rank {other}"))
+                    self.counts[other] = self._read(text, f"rank {other}")
+                    most = max(most, self.counts[other])
             return self._read(store.claim("terminate/after", str(most + 1)), "the store")
         return most + 1
 
@@ -305,10 +315,10 @@ def count_step() -> None:
         _installed.count_step()
 
 
-def stop_if_due(*, lockstep: bool) -> None:
+def stop_if_due(*, lockstep: bool, together: Sequence[int] = ()) -> None:
     """Exit between two steps if the job stops and `on_terminate` was called."""
     if _installed is not None:
-        _installed.stop_if_due(lockstep=lockstep)
+        _installed.stop_if_due(lockstep=lockstep, together=together)
 
 
 _SILENT = "gave no sign in time, or has ended without a word"
@@ -322,20 +332,22 @@ class Departures:
     """One worker's record of lost workers, and of the exceptions that ended them.
 
     A thread reads the store, which may be lost with the worker, or respond late. Without a store,
-    nothing is read. ``gone`` maps the rank of each lost worker to how it exited, unless it
-    finished.
+    nothing is read. ``ranks`` has the rank of each worker in the job, and ``everyone`` the ranks
+    that may have failed first; default: the same. ``gone`` maps each lost worker to how it exited,
+    unless it finished.
     """
 
     def __init__(
         self,
         store: Store | None,
         me: str,
-        size: int = 0,
+        ranks: Sequence[int] = (),
         *,
+        everyone: Sequence[int] = (),
         warn: Callable[[str], None] = log.warning,
     ) -> None:
-        self._store, self._me, self._size = store, me, size
-        self._warn = warn
+        self._store, self._me, self._warn = store, me, warn
+        self._ranks, self._everyone = ranks, everyone or ranks
         self.gone: dict[int, str] = {}
         self._asking: list[threading.Thread] = []
 
@@ -362,16 +374,17 @@ class Departures:
     def back(self, worker: int) -> None:
         """Log that a lost worker has rejoined."""
         if self.gone.pop(worker, None) is not None:
-            self._warn(f"{self._me}: rank {worker} is back")
+            self._warn(f"{self._me}: rank {self._rank(worker)} is back")
 
     def how(self, worker: int) -> str:
         """Return how a lost worker exited. Blocks on the store."""
-        failure = "" if self._store is None else published_failure(self._store, worker)
+        store = self._store
+        failure = "" if store is None else published_failure(store, self._rank(worker))
         return f"failed with {failure}" if failure else self.gone.get(worker, _SILENT)
 
     def first_failure(self) -> str | None:
         """Return the worker that failed first, with its exception, or None. Blocks on the store."""
-        if self._store is None or (found := first_failed(self._store, range(self._size))) is None:
+        if self._store is None or (found := first_failed(self._store, self._everyone)) is None:
             return None
         return f"rank {found[0]} failed with {found[1]}"
 
@@ -383,15 +396,17 @@ class Departures:
             if thread.ident is not None:
                 thread.join(_STORE_S)
         if self.gone:
-            how = ", ".join(f"rank {w} {reason}" for w, reason in sorted(self.gone.items()))
+            gone = sorted(self.gone.items())
+            how = ", ".join(f"rank {self._rank(worker)} {reason}" for worker, reason in gone)
             self._warn(f"{self._me}: trained to the end without all workers: {how}")
 
     def _ask(self, store: Store, worker: int, how: str) -> None:
         """Read how a worker exited, and log it."""
-        failure = published_failure(store, worker, 0.0 if how else ANSWER_TIMEOUT_S)
-        if not failure and not how and has_finished(store, worker):
+        rank = self._rank(worker)
+        failure = published_failure(store, rank, 0.0 if how else ANSWER_TIMEOUT_S)
+        if not failure and not how and has_finished(store, rank):
             self.gone.pop(worker, None)
-            log.info("%s: rank %d has finished; the others continue", self._me, worker)
+            log.info("%s: rank %d has finished; the others continue", self._me, rank)
             return
         if failure and worker in self.gone:
             self.gone[worker] = f"failed with {failure}"
@@ -400,7 +415,11 @@ class Departures:
     def _warn_lost(self, worker: int) -> None:
         how = self.gone.get(worker)
         if how is not None:  # otherwise it has rejoined
-            self._warn(f"{self._me}: rank {worker} {how}; the others continue without it")
+            rank = self._rank(worker)
+            self._warn(f"{self._me}: rank {rank} {how}; the others continue without it")
+
+    def _rank(self, worker: int) -> int:
+        return self._ranks[worker] if self._ranks else worker
 
 
 _made: weakref.WeakKeyDictionary[World, Departures] = weakref.WeakKeyDictionary()
@@ -411,6 +430,8 @@ def departures_of(world: World) -> Departures:
     while world.parent is not None:
         world = world.parent
     if world not in _made:
-        _made[world] = Departures(world.store, f"rank {world.rank}", world.size)
+        replicas = () if world.inside is None else world.inside.replicas
+        everyone = sorted(rank for replica in replicas for rank in replica)
+        _made[world] = Departures(world.store, world.me, world.ranks, everyone=everyone)
         world.on_close(_made[world].close)
     return _made[world]

@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from wingbeat.errors import MismatchError, UsageError
 from wingbeat.transport.rendezvous import connect_column
+from wingbeat.transport.store import AtomicStore
+from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 
 
@@ -26,25 +28,32 @@ class Replica:
 
     Attributes:
         number: of this replica, which is this worker's rank in its column.
-        position: of this worker in it, by the dimensions inside. Workers with the same position
-            hold the same part of the model.
+        place: of this rank in the replica, which is the number of its column.
         ranks: of the job, ascending.
         names: of the dimensions inside that have several ranks.
         groups: torch's process group of each of these, which this rank is in.
         device: the device type of the mesh, whose tensors the groups reduce.
+        replicas: the ranks of each replica of the job.
+        mesh_store: a part of the job's store, for all ranks of the mesh.
     """
 
     number: int
-    position: int
+    place: int
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     groups: tuple[Any, ...]
     device: str
+    replicas: tuple[tuple[int, ...], ...]
+    mesh_store: AtomicStore
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    def name(self, number: int) -> str:
+        """Return the name of a replica in messages."""
+        return f"replica {number} (ranks {_listed(self.replicas[number])})"
 
     def group_ranks(self, name: str) -> list[int]:
         """Return the ranks along a dimension, of the job."""
@@ -171,6 +180,7 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
                 "distribute(mesh=...): the dimension across replicas has ranks "
                 f"{_listed(members)}: number them in ascending order, as init_device_mesh() does"
             )
+        assert isinstance(job.store, TorchStore)
         world = connect_column(job, members, f"{len(known)}")
         inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
         world.inside = Replica(
@@ -180,6 +190,8 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
             tuple(names[i] for i in inner),
             tuple(mesh.get_group(i) for i in inner),
             mesh.device_type,
+            tuple(tuple(sorted(row)) for row in replicas.tolist()),
+            job.store.under(f"mesh/{len(known)}"),
         )
         known[key] = world
     return known[key]

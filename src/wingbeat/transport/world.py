@@ -167,6 +167,20 @@ class World:
             return self.members
         return tuple(range(self.size)) if self.group is None else self.group.ranks
 
+    def name(self, rank: int) -> str:
+        """Return the name of one of these workers in messages, by its rank in the job."""
+        return f"rank {self.ranks[rank]}"
+
+    @property
+    def me(self) -> str:
+        """The name of this worker in messages."""
+        return self.name(self.rank)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker logs what concerns all; in a mesh, rank 0 of the job."""
+        return self.rank == 0 and self.ranks[0] == 0
+
     @property
     def weights(self) -> tuple[float, ...]:
         """Fraction of each tensor that each link carries, proportional to the link's speed."""

@@ -156,8 +156,8 @@ class _Arrivals:
         for position, (slot, flag) in enumerate(
             zip(self.bucket.slots, flags.tolist(), strict=True)
         ):
-            gradient = self._flat[start : start + slot.param.numel()]
-            start += slot.param.numel()
+            gradient = self._flat[start : start + slot.shape.numel()]
+            start += slot.shape.numel()
             if flag == LOST:
                 gradient.fill_(math.nan)
             elif flag == 0 and bool(gradient.any()):

@@ -18,7 +18,9 @@ import torch
 from wingbeat.collectives import Collectives
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.compression import Compression, arrangement
+from wingbeat.engine.gradients.placed import local
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.world import World
 
 NONE, SHARE = -1, -2
 """Values instead of a rank: no part was loaded, or this worker's share of all parts."""
@@ -66,7 +68,7 @@ class UnsentGradients(Compression):
             return []
         lost, start = [], 0
         for slot in bucket.slots:
-            span = slice(start, start + slot.param.numel())
+            span = slice(start, start + slot.shape.numel())
             start = span.stop
             gradient = own[span]
             if not _finite(gradient):
@@ -98,7 +100,7 @@ class UnsentGradients(Compression):
             mine = [self._source, self._step, _digest(self._slots)]
             self._source = None
             answers = world.exchange("partial gradients that were loaded", mine)
-            self._apply(judge(_checked(answers, world.rank), world.rank))
+            self._apply(judge(_checked(answers, world), world.rank))
         super().count_step()
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -124,7 +126,7 @@ class UnsentGradients(Compression):
             self._source = world.rank
             return
         # Rank 0's weights contain its own gradients.
-        zeros = {slot.name: torch.zeros_like(slot.param, device="cpu") for slot in self._slots}
+        zeros = {slot.name: torch.zeros_like(slot.view, device="cpu") for slot in self._slots}
         self._unsent.load_state_dicts(
             [part if part["rank"] else {**part, "residuals": zeros} for part in parts]
         )
@@ -161,11 +163,11 @@ def judge(loaded: Sequence[tuple[int, int, int]], rank: int) -> LoadedAs:
     return LoadedAs.DROP if rank == 0 else LoadedAs.OWE
 
 
-def _checked(answers: Sequence[Any], rank: int) -> list[tuple[int, int, int]]:
+def _checked(answers: Sequence[Any], world: World) -> list[tuple[int, int, int]]:
     for other, answer in enumerate(answers):
         if not isinstance(answer, list) or [type(n) for n in answer] != [int, int, int]:
             raise PeerError(
-                f"rank {rank}: rank {other} sent a malformed report of a load: {answer!r}"
+                f"{world.me}: {world.name(other)} sent a malformed report of a load: {answer!r}"
             )
     return [(source, step, digest) for source, step, digest in answers]
 
@@ -173,7 +175,7 @@ def _checked(answers: Sequence[Any], rank: int) -> list[tuple[int, int, int]]:
 def _digest(slots: Sequence[Slot]) -> int:
     found = 0
     for slot in slots:
-        values = slot.param.detach().reshape(-1).view(torch.uint8)
+        values = local(slot.param.detach()).reshape(-1).view(torch.uint8)
         found = zlib.crc32(values.numpy().tobytes(), found)
     return found
 

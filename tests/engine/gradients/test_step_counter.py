@@ -36,6 +36,13 @@ def test_a_mismatch_is_the_same_error_on_every_worker() -> None:
             assert _said(rank, count + since, counts) == "rank 0 7, rank 1 8, rank 2 9"
 
 
+def test_workers_of_a_column_are_named_by_their_ranks_in_the_job() -> None:
+    steps = StepCounter(1, (1, 3, 5))
+    steps.count = 4
+    with pytest.raises(UsageError, match=r"\(rank 1 5, rank 3 4, rank 5 5\)"):
+        steps.check([6.0, 5.0, 6.0])
+
+
 def test_counts_above_the_modulus_are_reported_in_full() -> None:
     counts = [1.0, COUNT_MODULUS]
     assert (

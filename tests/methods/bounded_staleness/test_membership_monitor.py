@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Collection, Sequence
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -29,6 +30,7 @@ from wingbeat.transport.membership import (
     MembershipClient,
     View,
 )
+from wingbeat.transport.mesh import Replica
 from wingbeat.transport.messages.peers import PeerInfo
 
 
@@ -43,6 +45,12 @@ class Store(Switchboard):
         return super().claim(key, value)
 
 
+def replica_of(n: int) -> Any:
+    """What a rank knows of n replicas of two ranks each."""
+    replicas = tuple((2 * number, 2 * number + 1) for number in range(n))
+    return Replica(0, 0, (0, 1), ("shard",), (None,), "cpu", replicas, Store())
+
+
 class Cluster:
     """Failure detectors of n workers, on one interface each unless ``reach`` is given."""
 
@@ -53,21 +61,29 @@ class Cluster:
         tolerates_loss: bool = True,
         reach: Sequence[Sequence[Collection[int]]] | None = None,
         said: Store | None = None,
+        store: Store | None = None,
+        column: int = -1,
     ) -> None:
         self.cards = Cards(star(n, 1) if reach is None else reach, patience=5.0)
-        self.store, self.lines = Store(), list[str]()
+        self.store, self.lines = store or Store(), list[str]()
+        inside = None if column < 0 else replica_of(n)
+        name: Any = "rank {}".format if column < 0 else lambda w: f"rank {2 * w + column}"
         self.said = said
         self.hidden = Store()
         self.hidden.unreachable = True
         self.machines = [Worker(w, n, StalenessBound(1, 1, 1), lambda *_: None) for w in range(n)]
         self.clients = [
-            MembershipClient(self.store, "r", w, n, clock=self.cards.clock) for w in range(n)
+            MembershipClient(self.store, "r", w, n, name=name, clock=self.cards.clock)
+            for w in range(n)
         ]
         self.detectors = [
             MembershipMonitor(
                 self.cards.boxes[w], self.cards.streams[w], self.machines[w], self.clients[w],
-                tolerates_loss=tolerates_loss, clock=self.cards.clock,
-                departures=Departures(self.said, f"rank {w}", n, warn=self.lines.append),
+                tolerates_loss=tolerates_loss, clock=self.cards.clock, name=name, inside=inside,
+                departures=Departures(
+                    self.said, name(w), () if column < 0 else range(column, 2 * n, 2),
+                    everyone=range(n), warn=self.lines.append,
+                ),
             )
             for w in range(n)
         ]  # fmt: skip
@@ -142,6 +158,44 @@ def test_lost_worker_is_logged_once_by_each() -> None:
     assert len(cluster.lines) == 3
     assert any("rank 0: rank 2 has been silent for" in line for line in cluster.lines)
     assert all(line.endswith("; the others continue without it") for line in cluster.lines)
+
+
+def test_replica_that_lost_a_rank_is_lost_in_all_columns() -> None:
+    """The rank that still lives ends, and both columns say why."""
+    store = Store()
+    first, second = (Cluster(3, store=store, column=column) for column in range(2))
+    first.run(2.0)
+    second.run(2.0)
+    first.cards.kill(2)
+    first.run(2.0)
+    second.run(1.0)
+    assert first.ended == {}
+    assert [first.gone[w] for w in (0, 1)] == [[WorkerLost(2, 0, needed=True)]] * 2
+    assert [second.gone[w] for w in (0, 1)] == [[WorkerLost(2, 0, needed=True)]] * 2
+    assert first.clients[0].log.length == 1
+    by = [f"replica {w} (ranks {2 * w}, {2 * w + 1})" for w in range(3)]
+    said = f"rank 5: {by[2]} was removed by {by[0]}, which received nothing from one of its ranks"
+    other = said.replace(by[0], by[1])
+    assert [text.startswith((said, other)) for text in second.ended.values()] == [True]
+    assert list(second.ended) == [2]
+    assert any(
+        line.startswith(f"rank 1: rank 5 is of {by[2]}, which replica") for line in second.lines
+    )
+    assert any(line.startswith("rank 0: rank 4 has ended unexpectedly") for line in first.lines)
+
+
+def test_halves_of_a_partition_do_not_remove_different_replicas_in_two_columns() -> None:
+    store = Store()
+    first, second = (Cluster(2, store=store, column=column) for column in range(2))
+    first.run(2.0)
+    second.run(2.0)
+    first.split((0,), (1,), resets=True)
+    second.split((0,), (1,), resets=True)
+    for _ in range(100):
+        second.run(0.1)
+        first.run(0.1)
+    assert first.ended.keys() == second.ended.keys()
+    assert len(first.ended) == 1
 
 
 def test_killed_worker_is_lost_one_second_after_disconnect() -> None:

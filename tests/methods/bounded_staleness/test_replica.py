@@ -359,7 +359,7 @@ def test_unsupported_optimizer_state_is_named() -> None:
 
 def test_step_counts_are_joined_and_checked() -> None:
     pieces = Pieces([{"a": torch.zeros(2)}], 2)
-    combine = functools.partial(sum_piece, pieces, join_step_counts)
+    combine = functools.partial(sum_piece, pieces, functools.partial(join_step_counts, pieces.name))
     assert combine(1, 0, {(0, 0): b"7", (0, 1): b"7"}) == b"0:7 1:7"
     assert combine(1, 0, {(0, 1): b"12", (0, 0): b"7"}) == b"0:7 1:12"
     assert combine(1, 1, {(0, 0): None}) is None

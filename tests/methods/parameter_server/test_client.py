@@ -23,6 +23,7 @@ from wingbeat.methods.parameter_server.protocol import Ids, Kind, Order, pack_ro
 from wingbeat.methods.parameter_server.server import Server
 from wingbeat.transport.detector import RECONNECT_S
 from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.mesh import Replica
 from wingbeat.transport.messages import Limits, Mailbox, open_mailbox
 from wingbeat.types import Layout
 
@@ -446,6 +447,23 @@ def test_place_servers_is_round_robin_over_hosts_and_ranks() -> None:
     assert place_servers(Layout([0, 0, 1, 1]), 6) == (0, 2, 1, 3, 0, 2)
     assert place_servers(Layout([0, 1, 0]), 3) == (0, 1, 2)
     assert place_servers(Layout([0, 1, 0]), 4) == (0, 1, 2, 1)
+
+
+def replica_at(place: int, size: int) -> Replica:
+    """What a rank of the first of two replicas knows of them."""
+    ranks = tuple(range(size)), tuple(range(size, 2 * size))
+    return Replica(0, place, ranks[0], ("shard",), (None,), "cpu", ranks, Switchboard())
+
+
+def test_columns_of_a_mesh_have_one_server_each_on_the_hosts_in_turn() -> None:
+    two = Layout([0, 1])
+    assert [place_servers(two, 0, replica_at(p, 4)) for p in range(4)] == [(0,), (1,)] * 2
+    assert place_servers(two, 0, replica_at(0, 1)) == (0, 1)
+    assert [place_servers(two, 2, replica_at(p, 2)) for p in range(2)] == [(0, 1)] * 2
+    four = Layout([0, 1, 2, 3])  # more hosts than columns: one server on each
+    assert [place_servers(four, 0, replica_at(p, 2)) for p in range(2)] == [(0, 1), (2, 3)]
+    one = Layout([0, 0])
+    assert [place_servers(one, 0, replica_at(p, 2)) for p in range(2)] == [(0,), (1,)]
 
 
 def test_watched_store_raises_once_server_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,8 @@ def test_interface_of_link_reaches_peer(reach: tuple[int, ...], found: list[int]
 
 
 CONFIG = ServerConfig(
-    room="servers/", index=1, workers=4, hosts=(0, 2), interfaces=("eth0", "eth1"), classes=2,
-    encrypted=True, timeout=12.5, max_sum_bytes=1 << 40, order="urgent",
+    room="servers/", index=1, ranks=(0, 1, 2, 3), hosts=(0, 2), interfaces=("eth0", "eth1"),
+    classes=2, encrypted=True, timeout=12.5, max_sum_bytes=1 << 40, order="urgent",
 )  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def test_live_worker_without_push_fails_after_ten_timeouts() -> None:
     made.run(20)
     assert made.reasons() == [[], [], []]
     made.clock.now = 50.2
-    assert_all_are_told(made, "no gradients from rank 0, 2 for slice 0 within 50 s")
+    assert_all_are_told(made, "no gradients from rank 0, rank 2 for slice 0 within 50 s")
 
 
 def test_incomplete_sum_pings_workers_over_used_links() -> None:

@@ -13,13 +13,20 @@ from wingbeat.methods.parameter_server.server import SOONER, WINDOW, Server, Ser
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES
 
 CONFIG = ServerConfig(
-    room="servers/", index=1, workers=2, hosts=(0, 1), interfaces=("lo",), classes=2,
+    room="servers/", index=1, ranks=(0, 1), hosts=(0, 1), interfaces=("lo",), classes=2,
     encrypted=True, timeout=5.0, max_sum_bytes=1 << 20, order="ready",
 )  # fmt: skip
 
 
 def test_config_round_trips_through_json() -> None:
     assert ServerConfig.from_json(CONFIG.to_json()) == CONFIG
+
+
+def test_processes_are_named_by_ranks_of_the_job() -> None:
+    column = dataclasses.replace(CONFIG, ranks=(1, 5))
+    assert [column.name(number) for number in range(4)] == [
+        "rank 1", "rank 5", "server 0 (started by rank 1)", "server 1 (started by rank 5)"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("links", [1, 2, 4])
@@ -37,7 +44,7 @@ def test_limits_of_server_and_workers_are_equal() -> None:
     two = dataclasses.replace(CONFIG, interfaces=("eth0", "eth1"))
     assert two.limits == limits_of(2, 2, 5.0, 2)
     assert two.limits.window == CONFIG.limits.window // 2
-    alone = dataclasses.replace(CONFIG, workers=1, interfaces=())
+    alone = dataclasses.replace(CONFIG, ranks=(0,), interfaces=())
     assert alone.limits == limits_of(1, 2, 5.0)
 
 

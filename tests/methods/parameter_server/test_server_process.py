@@ -24,7 +24,7 @@ from wingbeat.transport.messages import Mailbox, open_mailbox
 from wingbeat.transport.services import ProcessService, ThreadService
 
 CONFIG = ServerConfig(
-    room="servers/", index=0, workers=2, hosts=(1,), interfaces=("lo",), classes=2,
+    room="servers/", index=0, ranks=(0, 1), hosts=(1,), interfaces=("lo",), classes=2,
     encrypted=True, timeout=PATIENCE, max_sum_bytes=1 << 20, order="ready",
 )  # fmt: skip
 

@@ -319,7 +319,8 @@ class StepCounter:
     """Counts this worker's optimizer steps since `distribute`, and compares them between workers.
 
     Each bucket carries all workers' counts, so the check costs no message, and all workers detect a
-    difference in the same backward.
+    difference in the same backward. ``ranks`` are the workers' ranks in the job; default: their
+    numbers.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int] = ()) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from wingbeat.errors import UsageError
+from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.failures import first_failed, is_alive, published_failure
 from wingbeat.transport.mesh import Replica
+from wingbeat.transport.world import World
 
 
 def is_placed(tensor: Any) -> bool:
@@ -102,6 +104,60 @@ class GatherHook:
     def remove(self) -> None:
         """Remove the hook."""
         del self._group.unshard
+
+
+class InsideFailureHook:
+    """Makes errors of the collectives of ``fully_shard`` name the lost rank of the replica.
+
+    The error is a `PeerError` then. Errors that no lost rank explains stay as they are.
+    """
+
+    _METHODS = ("unshard", "wait_for_unshard", "post_backward")
+
+    def __init__(self, group: Any, world: World) -> None:
+        self._group, self._before = group, dict(vars(group))
+        for name in self._METHODS:
+            setattr(group, name, self._watched(getattr(group, name), world))
+
+    @staticmethod
+    def _watched(call: Callable[..., Any], world: World) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                lost = lost_inside(world)
+                if lost:
+                    raise PeerError(f"{world.me}: {lost}") from error
+                raise
+
+        return watched
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        for name in self._METHODS:
+            if name in self._before:
+                setattr(self._group, name, self._before[name])
+            else:
+                delattr(self._group, name)
+
+
+def lost_inside(world: World) -> str:
+    """Return how another rank of this worker's replica has ended; empty if all are alive."""
+    inside, own = world.inside, world.ranks[world.rank]
+    assert inside is not None, "replicas are parts of a mesh"
+    others = [rank for rank in inside.ranks if rank != own]
+    whole = inside.name(inside.number)
+    failed = first_failed(world.store, others)
+    if failed is not None:
+        return f"rank {failed[0]} of the same {whole} failed with {failed[1]}"
+    for rank in others:
+        text = published_failure(world.store, rank)
+        if text:
+            return f"rank {rank} of the same {whole} failed with {text}"
+    lost = next((rank for rank in others if not is_alive(world.store, rank)), None)
+    if lost is None:
+        return ""
+    return f"rank {lost} of the same {whole} has ended, or does not answer"
 
 
 def sum_partial(param: torch.Tensor) -> None:

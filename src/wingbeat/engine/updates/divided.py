@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.gradients.views import ShownGradients, replaced
 from wingbeat.engine.updates.json_values import decode, encode
 from wingbeat.engine.updates.shards import Piece, Shards, TensorShards, copy_parameter
@@ -205,7 +206,7 @@ def check_divisible(training: Training) -> None:
     A `MismatchError` if the workers' optimizers differ.
     """
     slots, optimizer = training.bucketing.slots, training.optimizer
-    found = overlapping([slot.param for slot in slots])
+    found = overlapping([local(slot.param) for slot in slots])
     if found:
         first, second = (slots[i].name for i in found)
         raise UsageError(
@@ -219,7 +220,7 @@ def check_divisible(training: Training) -> None:
     for rank, answer in enumerate(world.exchange("optimizer", mine)):
         if answer != mine:
             raise MismatchError(
-                f"rank {rank} has another optimizer than rank {world.rank}, or other "
+                f"{world.name(rank)} has another optimizer than {world.me}, or other "
                 'param groups; with a divided optimizer (shard_optimizer, update="server") all '
                 "ranks must build the same"
             )

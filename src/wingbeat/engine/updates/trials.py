@@ -200,11 +200,18 @@ def steps_independently(optimizer: Optimizer) -> bool:
     return not why_not
 
 
+def may_communicate(optimizer: Optimizer) -> bool:
+    """Whether a step may call collectives, because the optimizer reads more of a `DTensor` than a
+    rank has.
+    """
+    params = (p for group in optimizer.__dict__["param_groups"] for p in group["params"])
+    return not isinstance(optimizer, _ELEMENTWISE) and any(map(is_placed, params))
+
+
 def find_dependence(optimizer: Optimizer) -> str:
     """Return why `steps_independently` is false; empty if it is true."""
     tried: set[Any] = set()
-    params = (p for group in optimizer.__dict__["param_groups"] for p in group["params"])
-    if not isinstance(optimizer, _ELEMENTWISE) and any(map(is_placed, params)):
+    if may_communicate(optimizer):
         return "it may communicate to update a DTensor, in the order of its parameters"
     for group in optimizer.__dict__["param_groups"]:
         settings, key = settings_of(group)

@@ -9,6 +9,7 @@ from wingbeat.engine.context import BuildContext
 from wingbeat.engine.gradients.views import SentGradients, ShownGradients
 from wingbeat.engine.hooks import WeakCall
 from wingbeat.engine.runtime import Runtime
+from wingbeat.engine.updates.trials import may_communicate
 from wingbeat.engine.updates.update import Training
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
@@ -27,6 +28,7 @@ def build_runtime(bounded: Bounded, context: BuildContext) -> Runtime:
     training = context.training
     if not bounded.exact:
         _refuse_other_optimizers(training)
+        _refuse_communicating(training.optimizer)
     exchange = BoundedStalenessExchange(
         context.world,
         bounded,
@@ -58,6 +60,17 @@ def bounded_exchange(model: torch.nn.Module) -> BoundedStalenessExchange | None:
     engine = engine_of(model)
     exchange = None if engine is None else engine.runtime.exchange
     return exchange if isinstance(exchange, BoundedStalenessExchange) else None
+
+
+def _refuse_communicating(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a `UsageError` for an optimizer whose ranks of a replica must step together."""
+    if may_communicate(optimizer):
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__} may communicate to update a DTensor, and under "
+            "bounded staleness (Canary) the ranks of a replica apply rounds at different times: "
+            "use an optimizer of torch.optim that updates each element by itself, such as AdamW, "
+            "or wingbeat.Canary(s=0)"
+        )
 
 
 def _refuse_other_optimizers(training: Training) -> None:

@@ -48,6 +48,7 @@ from wingbeat.transport.messages.mailbox import CLOSE_TIMEOUT_S, Mailbox
 
 if TYPE_CHECKING:
     from wingbeat.methods.bounded_staleness.replica import Replica
+    from wingbeat.transport.mesh import Replica as MeshReplica
 
 _POLL_S = 0.1  # timeout of a wait for messages
 _CHECK_S = 0.05  # between checks for lost workers
@@ -219,6 +220,9 @@ class CommunicationThread:
     Unless ``tolerates_loss``, training ends on all workers when one is lost, so that the parts of a
     partitioned network do not both continue. Without ``membership`` each worker decides by itself
     which workers are lost. The replica is held weakly: the thread does not keep the model alive.
+    ``name`` returns the name of a worker in messages. ``inside`` are the ranks that hold this
+    worker's model together, if there are several: another of them may block the training thread
+    while it waits in its own column, so that this thread has to answer requests for parameters.
 
     Attributes:
         no_failures: whether no worker was lost, and this one is in its first incarnation.
@@ -239,10 +243,14 @@ class CommunicationThread:
         streams: Streams | None = None,
         membership: MembershipClient | None = None,
         journal: Journal | None = None,
+        name: Callable[[int], str] = "rank {}".format,
+        inside: MeshReplica | None = None,
     ) -> None:
         self.machine, self._mailbox = machine, mailbox
         self._replica, self.replica_released = weakref.ref(replica), False
-        self._me, self._timeout, self._clock = f"rank {machine.rank}", timeout, clock
+        self._name, self._me = name, name(machine.rank)
+        self._answers, self._applying = inside is not None, False
+        self._timeout, self._clock = timeout, clock
         if streams is None:
             streams = Streams(mailbox, machine.rank, machine.workers, begin=timeout, clock=clock)
         self._streams, self._membership = streams, membership
@@ -251,7 +259,8 @@ class CommunicationThread:
         )
         self._detector = MembershipMonitor(
             mailbox, streams, machine, membership, tolerates_loss=tolerates_loss,
-            departures=departures or Departures(None, self._me), clock=clock,
+            departures=departures or Departures(None, self._me), name=name, inside=inside,
+            clock=clock,
         )  # fmt: skip
         self._checked = -math.inf
         self._changed = threading.Condition()
@@ -262,8 +271,9 @@ class CommunicationThread:
         self._closing = False
         self._events = 0  # a counter, so that training misses no event between two checks
         self.no_failures, self.applying_ns = machine.incarnation == 0, 0
-        name = "wingbeat-communication"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="wingbeat-communication", daemon=True
+        )
 
     # -- called by the training thread ----------------------------------------------------
 
@@ -403,6 +413,7 @@ class CommunicationThread:
         """Apply received rounds without the lock, and answer pull requests."""
         with self._lock_machine():
             pulled = self.machine.take_pulled_state()
+            self._applying = pulled is not None
         if pulled is not None:
             if (replica := self._replica()) is not None:
                 replica.load_state(pulled)
@@ -410,6 +421,7 @@ class CommunicationThread:
         while True:
             with self._lock_machine():
                 parts = self.machine.take_round()
+                self._applying = parts is not None
             if parts is None:
                 break
             if not self.replica_released and (replica := self._replica()) is not None:
@@ -419,9 +431,13 @@ class CommunicationThread:
             replica = None  # holds the model no longer than it is used
             self._journal.applied(parts)
         with self._lock_machine():
-            for worker in self.machine.take_pull_requests():
-                response = self.machine.pull_response(self._state_bytes())
-                self.machine.outbox.append(Envelope((worker,), response))
+            self._answer_pulls()
+
+    def _answer_pulls(self) -> None:
+        """Send the parameters, in which all rounds are that the machine counts as applied."""
+        for worker in self.machine.take_pull_requests():
+            response = self.machine.pull_response(self._state_bytes())
+            self.machine.outbox.append(Envelope((worker,), response))
 
     def _state_bytes(self) -> bytes:
         replica = self._replica()
@@ -453,7 +469,7 @@ class CommunicationThread:
                 return found
             with self._changed:
                 now = self._clock()
-                names = ", ".join(f"rank {worker}" for worker in lagging())
+                names = ", ".join(map(self._name, lagging()))
                 if now >= deadline:
                     raise PeerError(
                         f"{self._me}: {failure} after {limit_s:g} s: waiting for "
@@ -543,6 +559,8 @@ class CommunicationThread:
                         self._remove_worker(event)
                     else:
                         self._readmit_worker(event)
+            if self._answers and not self._applying and self._replica() is not None:
+                self._answer_pulls()
             self._streams.tick()  # forwarded packets are sent first
             self._sender.send_pending()
             self._notify_training()
@@ -563,7 +581,7 @@ class CommunicationThread:
             if event.worker in self._streams.near:
                 self._mailbox.join(event.worker, event.peer_info)
         except UsageError as error:  # the rejecting worker continues; the restarted one times out
-            log.warning(f"{self._me}: cannot accept rank {event.worker} again: {error}")
+            log.warning(f"{self._me}: cannot accept {self._name(event.worker)} again: {error}")
             return
         self._streams.renew(event.worker, event.incarnation)
         assert self._membership is not None
@@ -589,4 +607,4 @@ class CommunicationThread:
             raise self._malformed(source, error) from None
 
     def _malformed(self, source: int, error: Exception) -> PeerError:
-        return PeerError(f"{self._me}: rank {source} sent a malformed message: {error}")
+        return PeerError(f"{self._me}: {self._name(source)} sent a malformed message: {error}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from wingbeat.engine.gradients.bucket import checksum
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.updates.update import Training
 from wingbeat.errors import RendezvousError
 
@@ -36,7 +37,7 @@ class ConsistencyCheck:
         mine = 0
         for _, tensors in self._held():
             for tensor in tensors:
-                mine = checksum(tensor, mine)
+                mine = checksum(local(tensor.detach()), mine)
         if len(set(self._exchange(mine).values())) == 1:
             return None
         first, *others = self._exchange(self._sums()).values()
@@ -49,7 +50,7 @@ class ConsistencyCheck:
         frozen = self._training.bucketing.frozen
         mine = 0
         for _, param in frozen:
-            mine = checksum(param, mine)
+            mine = checksum(local(param.detach()), mine)
         found = self._exchange(mine) if frozen else {}
         return min(found) if len(set(found.values())) > 1 else None
 
@@ -67,7 +68,7 @@ class ConsistencyCheck:
         for name, tensors in self._held():
             sums[name] = []
             for tensor in tensors:
-                plain = tensor.detach()
+                plain = local(tensor.detach())
                 plain = (torch.view_as_real(plain) if plain.is_complex() else plain).double()
                 sums[name] += float(plain.sum()), float(plain.norm())
         return sums
@@ -94,7 +95,7 @@ class ConsistencyCheck:
                     return None
                 if time.monotonic() > deadline:
                     raise RendezvousError(
-                        f"rank {world.rank}: rank {rank} did not compare its weights within "
+                        f"{world.me}: {world.name(rank)} did not compare its weights within "
                         f"{world.timeout:g} s, as all do in model.synchronize(), and in the first "
                         "step after load_state_dict(): call these on all ranks"
                     ) from None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.gradients.views import SentGradients, replaced
 from wingbeat.engine.updates.update import Closure, Host, Training, WholeUpdate
 from wingbeat.errors import PeerError, UsageError, WingbeatError
@@ -144,14 +145,14 @@ class BoundedStalenessExchange:
         world, bounded, count = self._world, self._bounded, len(buckets)
         p = bounded.exchanged(count)
         bound = bound_with_control(bounded.s, p, count, bounded.in_flight)
-        if world.rank == 0:
+        if world.leads:
             log.debug(
                 "%d colayers: p=%d, s=%s, in_flight=%s",
                 count, p, bounded.s, bounded.in_flight,
             )  # fmt: skip
-        colayers = [{slot.name: slot.param for slot in bucket.slots} for bucket in buckets]
+        colayers = [{slot.name: local(slot.param) for slot in bucket.slots} for bucket in buckets]
         encodings = [self._compression.encoded(bucket) for bucket in buckets]
-        self._pieces = Pieces(colayers, world.size, encodings)
+        self._pieces = Pieces(colayers, world.size, encodings, world.name)
         params = [[slot.param for slot in bucket.slots] for bucket in buckets]
         if self._changing is not None:
             self._replica.set_colayers(params, self._pieces)
@@ -174,24 +175,28 @@ class BoundedStalenessExchange:
             )
         else:
             self._replica = AsynchronousReplica(*common)
+        inside = world.inside if world.inside is not None and world.inside.size > 1 else None
         joined = join_workers(
             world.store, world.rank, world.size, namespace=f"stale{world.serial}",
             interfaces=("lo",) if world.threads else world.interfaces or None,
             neighbours=neighbours(world.networks), encrypted=self._bounded.encrypted,
             suspect_after=min(SUSPECT_AFTER_S, world.timeout), seconds=world.timeout,
+            name=world.name, inside=inside,
         )  # fmt: skip
         self.machine = Worker(
             world.rank, world.size, bound, self._replica.combine, max_buffered=bound.max_buffered,
             incarnation=joined.incarnation, epoch=self._epoch,
         )  # fmt: skip
+        column = "" if inside is None else f"-column{inside.place}"
         journal = open_journal(
-            f"training{world.serial}", world.rank, joined.incarnation, world.size, bound
+            f"training{world.serial}{column}", world.rank, joined.incarnation, world.size, bound
         )
         # Synchronous training ends when a worker is lost, as with DDP.
         self._communication = CommunicationThread(
             self.machine, joined.mailbox, self._replica, timeout=world.timeout,
             tolerates_loss=self.replicas_diverge, departures=departures_of(world),
             streams=joined.streams, membership=joined.membership, journal=journal,
+            name=world.name, inside=inside,
         )  # fmt: skip
         # A model may be gone before its worker ends, and a world holds its channels weakly: without
         # the channel `_shut_down` would not be called, and the other workers would wait for ever.
@@ -581,19 +586,21 @@ class BoundedUpdate(WholeUpdate):
         first = self._alike.of_frozen()
         if first is not None:
             for _, param in self._training.bucketing.frozen:
-                values = param.detach().clone(memory_format=torch.contiguous_format)
+                own = local(param.detach())
+                values = own.clone(memory_format=torch.contiguous_format)
                 sent = values.view(-1).view(torch.uint8)
                 collectives = self._training.collectives
                 collectives.broadcast(sent, first, label="frozen parameters").wait()
-                param.copy_(values)
+                own.copy_(values)
 
     def _current_versions(self) -> dict[str, _Versions]:
         found: dict[str, _Versions] = {}
         for slot in self._training.bucketing.slots:
             state = self._training.optimizer.state.get(slot.param, {}).values()
-            tensors = (value for value in state if isinstance(value, torch.Tensor))
+            tensors = (local(value) for value in state if isinstance(value, torch.Tensor))
             versions = tuple((id(tensor), tensor._version) for tensor in tensors)
-            found[slot.name] = (slot.param.data_ptr(), slot.param._version), versions
+            own = local(slot.param)
+            found[slot.name] = (own.data_ptr(), own._version), versions
         return found
 
     def perform(self, command: UpdateCommand, closure: Closure) -> Any:  # noqa: ARG002
@@ -617,7 +624,7 @@ class BoundedUpdate(WholeUpdate):
 
     def log_lost(self, saver: int, size: int, differed: bool) -> None:  # noqa: ARG002
         """Log once, on one rank, that a state lacks rounds that were under way."""
-        if differed and self._training.collectives.world.rank == 0:
+        if differed and self._training.collectives.world.leads:
             log.warning(
                 "load_state_dict(): this state was saved between two calls of model.synchronize(), "
                 "with rounds of gradients under way, which are in no state: training continues "

@@ -27,6 +27,7 @@ from wingbeat.transport.store import AtomicStore
 if TYPE_CHECKING:
     from wingbeat.methods.bounded_staleness.worker import Worker
     from wingbeat.transport.graceful_shutdown import Departures
+    from wingbeat.transport.mesh import Replica
 
 _STORE_S = 10.0  # timeout for the store to decide which workers are lost
 
@@ -56,6 +57,8 @@ def join_workers(
     limits: Limits | None = None,
     suspect_after: float = 10.0,
     seconds: float = 300.0,
+    name: Callable[[int], str] = "rank {}".format,
+    inside: Replica | None = None,
 ) -> JoinedWorker:
     """Join the other workers, or rejoin them if this rank has joined before.
 
@@ -63,9 +66,17 @@ def join_workers(
     wait of other code would delay failure detection. ``namespace`` separates the trainings of a
     job. ``neighbours`` has by rank the workers that its interfaces reach (see `Streams`); None if
     all reach all. A worker is suspected after at least ``suspect_after`` seconds of silence.
+
+    ``name`` returns the name of a worker in messages. If workers are ranks of replicas, the columns
+    of the mesh have one membership log, whose members are replicas: a replica that has lost a rank
+    is lost in all columns. ``inside`` is this worker's. No rank of it can be restarted.
     """
-    client = MembershipClient(store, namespace, rank, workers)
-    incarnation = client.register()
+    if inside is None:
+        client = MembershipClient(store, namespace, rank, workers, name=name)
+        incarnation = client.register()
+    else:
+        client = MembershipClient(inside.mesh_store, namespace, rank, workers, name=inside.name)
+        incarnation = 0
     near = range(workers) if neighbours is None else neighbours[rank]
 
     def announce(left: float) -> dict[int, int]:
@@ -76,13 +87,13 @@ def join_workers(
         store, rank, near, namespace=namespace,
         interfaces=interfaces, classes=1, encrypted=encrypted, limits=limits, seconds=seconds,
         tolerate_silence=True, incarnation=incarnation,
-        announce=announce if incarnation else None,
+        announce=announce if incarnation else None, name=name,
     )  # fmt: skip
     names = [interface.name for interface in listening(nic.local(), interfaces).interfaces]
     view = client.log.view
     streams = Streams(
         mailbox, rank, workers, incarnations=[number // 2 for number in view], joined=neighbours,
-        timeout=suspect_after, begin=seconds, interface_name=names.__getitem__,
+        timeout=suspect_after, begin=seconds, interface_name=names.__getitem__, name=name,
     )  # fmt: skip
     for lost in set(range(workers)) - set(members(view)):
         streams.forget(lost)
@@ -109,7 +120,7 @@ class MembershipMonitor:
     """Suspects workers locally, and has them removed by the membership log.
 
     ``lost`` are the workers that are currently lost. Without ``membership`` each worker decides by
-    itself which are.
+    itself which are. ``name`` and ``inside`` are as for `join_workers`.
     """
 
     def __init__(
@@ -121,12 +132,15 @@ class MembershipMonitor:
         *,
         tolerates_loss: bool,
         departures: Departures,
+        name: Callable[[int], str] = "rank {}".format,
+        inside: Replica | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._name, self._inside = name, inside
         self._mailbox, self._streams, self._machine = mailbox, streams, machine
         self._membership, self._tolerates_loss = membership, tolerates_loss
         self._departures, self._clock = departures, clock
-        self._me = f"rank {machine.rank}"
+        self._me = name(machine.rank)
         self._workers = len(streams.known) + 1
         self._suspected_at: dict[int, float] = {}
         self._unneeded: dict[int, int] = {}  # incarnations that ended after all had drained
@@ -163,9 +177,7 @@ class MembershipMonitor:
             if worker == self._machine.rank:
                 self._check_own(change.joined, change.incarnation, change.author)
             elif not change.joined:
-                restarted = change.author == worker
-                reported = f"was reported lost by rank {change.author}"
-                reason = suspects.get(worker, "was restarted" if restarted else reported)
+                reason = suspects.get(worker, self._reported(worker, change.author))
                 yield self._lose(worker, change.incarnation, reason)
             elif change.peer_info is not None:
                 self.lost.discard(worker)
@@ -174,6 +186,16 @@ class MembershipMonitor:
                 yield WorkerRejoined(worker, change.incarnation, change.peer_info)
         yield from self._decide({w: r for w, r in suspects.items() if w not in self.lost})
 
+    def _reported(self, worker: int, author: int) -> str:
+        if self._inside is not None:
+            return (
+                f"is of {self._inside.name(worker)}, which {self._inside.name(author)} has "
+                "reported lost"
+            )
+        if author == worker:
+            return "was restarted"
+        return f"was reported lost by {self._name(author)}"
+
     def _check_own(self, joined: bool, incarnation: int, author: int) -> None:
         own = self._machine.incarnation
         if joined and incarnation > own:
@@ -181,8 +203,14 @@ class MembershipMonitor:
                 f"{self._me}: a second process with this rank was started, and continues"
             )
         if not joined and incarnation == own:
+            if self._inside is not None:
+                raise PeerError(
+                    f"{self._me}: {self._inside.name(self._machine.rank)} was removed by "
+                    f"{self._inside.name(author)}, which received nothing from one of its ranks; "
+                    "the others continue"
+                )
             raise PeerError(
-                f"{self._me}: removed by rank {author}, which received nothing from it; the "
+                f"{self._me}: removed by {self._name(author)}, which received nothing from it; the "
                 "others continue: restart this worker"
             )
 
@@ -207,7 +235,7 @@ class MembershipMonitor:
             ended = {worker: 2 * self._incarnation(worker) + 1 for worker in needed}
             self._membership.propose(View(tuple(ended.get(w, 0) for w in range(self._workers))))
         if reason := self._membership.unavailable_reason(_STORE_S):
-            names = ", ".join(f"rank {worker}" for worker in sorted(needed))
+            names = ", ".join(map(self._name, sorted(needed)))
             raise PeerError(
                 f"{self._me}: lost {names}, and cannot reach the rendezvous store to decide which "
                 f"workers continue: {reason}; restart this worker when the store is reachable"
@@ -242,7 +270,7 @@ class MembershipMonitor:
         closed = self._detector.closed_before(when)
         ended = [each for each in closed if not self._streams.has_sent_since(each, when)]
         worker, reason = (min(ended), ENDED.text) if ended else (worker, suspects[worker])
-        failure = self._departures.first_failure() or f"rank {worker} {reason}"
+        failure = self._departures.first_failure() or f"{self._name(worker)} {reason}"
         raise PeerError(
             f"{self._me}: lost a worker before training ended: {failure}; "
             "start the job again from a checkpoint"

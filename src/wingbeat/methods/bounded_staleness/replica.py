@@ -24,6 +24,7 @@ import torch
 
 from wingbeat.codecs import Coding
 from wingbeat.collectives import Encoded
+from wingbeat.engine.gradients.placed import is_placed, local, place
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.exchanges.snapshot import Snapshot, encode_snapshot
 from wingbeat.methods.bounded_staleness.bound import IN_FLIGHT, StalenessBound
@@ -75,7 +76,7 @@ class Pieces:
     for a dense colayer. A worker encodes its contributions. The owner of a piece decodes them, adds
     them in float32, and encodes the sum once for all workers including itself, so all workers hold
     the same bits. One residual keeps the error of this worker's contributions and of the sums of
-    its own piece.
+    its own piece. ``name`` returns the name of a worker in errors.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class Pieces:
         colayers: Sequence[Mapping[str, torch.Tensor]],
         workers: int,
         encodings: Sequence[Encoded | None] = (),
+        name: Callable[[int], str] = "rank {}".format,
     ) -> None:
         for colayer in colayers:
             _check_colayer(colayer)
-        self.workers = workers
+        self.workers, self.name = workers, name
         self._shapes = [[param.shape for param in colayer.values()] for colayer in colayers]
         self._dtypes = [_DTYPES[next(iter(colayer.values())).dtype] for colayer in colayers]
         sizes = [sum(shape.numel() for shape in shapes) for shapes in self._shapes]
@@ -175,13 +177,13 @@ class Pieces:
         wanted, found = self._nbytes(colayer, piece) + flags, len(payload or b"")
         if wanted != found:
             raise PeerError(
-                f"rank {worker} sent {found} bytes for piece {piece} of colayer {colayer}, "
+                f"{self.name(worker)} sent {found} bytes for piece {piece} of colayer {colayer}, "
                 f"which has {wanted}; check that it trains the same model"
             )
         used = np.frombuffer(payload, np.uint8, offset=wanted - flags)
         if bool((used > 1).any()):
             raise PeerError(
-                f"rank {worker} sent piece {piece} of colayer {colayer} with flags other "
+                f"{self.name(worker)} sent piece {piece} of colayer {colayer} with flags other "
                 "than 0 and 1; check that it runs the same version"
             )
         self._decode(colayer, piece, payload, out, add=add)
@@ -402,15 +404,19 @@ def sum_piece(
     return None if piece or not contributions else combine_control(contributions)
 
 
-def latest_options(schema: OptionsSchema, contributions: Mapping[Contribution, Any]) -> bytes:
-    """Return the options of the latest contribution."""
+def latest_options(
+    schema: OptionsSchema, name: Callable[[int], str], contributions: Mapping[Contribution, Any]
+) -> bytes:
+    """Return the options of the latest contribution; ``name`` returns a worker's name."""
     (_, worker), payload = list(contributions.items())[-1]
-    schema.parse(payload or b"", f"rank {worker}")
+    schema.parse(payload or b"", name(worker))
     return bytes(payload)
 
 
-def join_step_counts(contributions: Mapping[Contribution, Any]) -> bytes:
-    """Return the number of steps of each worker, as ``worker:steps``.
+def join_step_counts(
+    name: Callable[[int], str], contributions: Mapping[Contribution, Any]
+) -> bytes:
+    """Return the number of steps of each worker, as ``worker:steps``; ``name`` returns its name.
 
     Raises PeerError if a number is malformed; the error names the sender.
     """
@@ -419,7 +425,7 @@ def join_step_counts(contributions: Mapping[Contribution, Any]) -> bytes:
         count = bytes(payload or b"")
         if not _is_number(count):
             raise PeerError(
-                f"rank {worker} sent {count[:_MAX_DIGITS]!r} as its number of steps; check that "
+                f"{name(worker)} sent {count[:_MAX_DIGITS]!r} as its number of steps; check that "
                 "it runs the same version"
             )
         counts.append(b"%d:%s" % (worker, count))
@@ -438,7 +444,7 @@ def _gradients(params: Tensors, grads: Sequence[torch.Tensor | None]) -> Iterato
     """Set the gradients of parameters; restore those of before afterwards."""
     before = [param.grad for param in params]
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
+        param.grad = place(grad, param) if grad is not None and is_placed(param) else grad
     try:
         yield
     finally:
@@ -508,8 +514,8 @@ class AsynchronousReplica(Replica):
             )
         self._options = OptimizerOptions(optimizer)
         schema = self._options.schema
-        self._groups: Groups = schema.parse(self._options.serialize(), "rank 0")
-        self._combine_control = functools.partial(latest_options, schema)
+        self._groups: Groups = schema.parse(self._options.serialize(), "this worker")
+        self._combine_control = functools.partial(latest_options, schema, pieces.name)
         super().__init__(params, pieces, optimizer, step, others)
 
     def _control_payload(self) -> bytes:
@@ -524,7 +530,8 @@ class AsynchronousReplica(Replica):
         """
         for part in parts:
             if part.colayer == self.control and part.piece == 0 and part.payload is not None:
-                self._groups = self._options.schema.parse(part.payload, "rank 0")
+                sender = self._pieces.name(0)  # which sums the pieces 0
+                self._groups = self._options.schema.parse(part.payload, sender)
         grads = self._pieces.join(parts)
         if all(grad is None for grad in grads):
             return
@@ -558,7 +565,7 @@ class SynchronousReplica(Replica):
         step: Callable[[], Any], others: Tensors = (), *,
         buckets: Sequence[Bucket], steps: StepCounter,
     ) -> None:  # fmt: skip
-        self._combine_control = join_step_counts
+        self._combine_control = functools.partial(join_step_counts, pieces.name)
         super().__init__(params, pieces, optimizer, step, others)
         self._buckets, self._steps = buckets, steps
         self.in_iteration, self.own_steps = False, 0
@@ -578,8 +585,8 @@ class SynchronousReplica(Replica):
                 self._check_steps(part)
         remaining = iter(grads)
         for bucket in self._buckets:
-            for place, (slot, grad) in enumerate(zip(bucket.slots, remaining, strict=False)):
-                bucket.flags[place] = grad is not None
+            for position, (slot, grad) in enumerate(zip(bucket.slots, remaining, strict=False)):
+                bucket.flags[position] = grad is not None
                 if grad is None:
                     slot.view.zero_()
                 else:
@@ -610,5 +617,5 @@ class SynchronousReplica(Replica):
         """Return a hash of the parameters' bits."""
         found = hashlib.sha256()
         for param in self._flat:
-            found.update(param.detach().contiguous().numpy().tobytes())
+            found.update(local(param.detach()).contiguous().numpy().tobytes())
         return found.hexdigest()

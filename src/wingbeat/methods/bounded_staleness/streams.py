@@ -157,11 +157,12 @@ class Streams:
         begin: float = FIRST_MESSAGE_S,
         cut: float = PATH_TIMEOUT_S,
         interface_name: Callable[[int], str] = "interface {}".format,
+        name: Callable[[int], str] = "rank {}".format,
         warn: Callable[[str], None] = log.warning,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._box, self._me, self._clock = box, me, clock
-        self._interface_name, self._warn = interface_name, warn
+        self._interface_name, self._warn, self._name = interface_name, warn, name
         self.timeout = timeout
         incarnations = incarnations or (0,) * workers
         self._incarnation, self._workers = incarnations[me], workers
@@ -374,13 +375,13 @@ class Streams:
             if interface not in self._cut:
                 self._cut.add(interface)
                 self._warn(
-                    f"rank {self._me}: {self._interface_name(interface)} has received "
-                    f"nothing from rank {worker} for {seconds:.1f} s; its parts take other "
+                    f"{self._name(self._me)}: {self._interface_name(interface)} has received "
+                    f"nothing from {self._name(worker)} for {seconds:.1f} s; its parts take other "
                     "paths until it does"
                 )
         for interface in self._cut - self._paths.cut:
             self._cut.discard(interface)
-            self._warn(f"rank {self._me}: {self._interface_name(interface)} is used again")
+            self._warn(f"{self._name(self._me)}: {self._interface_name(interface)} is used again")
 
 
 _INCARNATION_MASK = 0xFFF

@@ -192,6 +192,7 @@ class Aggregator:
     All sums together are limited to ``max_nbytes``; at most ``max_deferred`` bytes of payloads wait
     to be added together with the next. With ``dense``, sums are sent in the dtype of the sum
     instead of that of the gradients. ``codec`` decodes and encodes slices, see `coding.SliceCodec`.
+    ``name`` returns the name of a worker in errors.
     """
 
     def __init__(
@@ -202,8 +203,10 @@ class Aggregator:
         *,
         dense: bool = False,
         codec: SliceCodec | None = None,
+        name: Callable[[int], str] = "rank {}".format,
     ) -> None:
         self._workers, self._dense, self._codec = workers, dense, codec
+        self._name = name
         self._has_residuals = codec is not None and codec.has_residuals and not dense
         self.max_nbytes, self._max_deferred = max_nbytes, max_deferred
         self._slices: dict[SliceKey, Accumulator] = {}
@@ -227,24 +230,28 @@ class Aggregator:
         if state is None:
             if key[0] < self._plan:
                 raise RequestError(
-                    f"rank {worker} pushed a slice of plan {key[0]} after {self._plan}"
+                    f"{self._name(worker)} pushed a slice of plan {key[0]} after {self._plan}"
                 )
             state = Accumulator(encoding)
         if encoding is not state.encoding and encoding != state.encoding:
             may_change = self._codec is not None and state.buffer is None
             if not may_change or encoding.numel != state.encoding.numel:
                 raise RequestError(
-                    f"rank {worker} pushed {encoding} of slice {key[1]}, which has {state.encoding}"
+                    f"{self._name(worker)} pushed {encoding} of slice {key[1]}, which has "
+                    f"{state.encoding}"
                 )
         if state.buffer is None and number == state.round + 1:
             self._begin_round(state, encoding, now)
             self._slices[key] = state
         elif state.buffer is None or number != state.round:
             raise RequestError(
-                f"rank {worker} pushed slice {key[1]} of round {number} in round {state.round}"
+                f"{self._name(worker)} pushed slice {key[1]} of round {number} in round "
+                f"{state.round}"
             )
         elif state.has_pushed(worker):
-            raise RequestError(f"rank {worker} pushed slice {key[1]} of round {number} twice")
+            raise RequestError(
+                f"{self._name(worker)} pushed slice {key[1]} of round {number} twice"
+            )
         state.early[worker] = payload, on_added
         self._add_due(state)
         return self._complete(key, state) if state.added == self._workers else None
@@ -304,16 +311,18 @@ class Aggregator:
                 coding = self._codec.parse(payload, known)
             except ValueError as error:
                 raise RequestError(
-                    f"rank {worker} pushed slice {key[1]} malformed: {error}"
+                    f"{self._name(worker)} pushed slice {key[1]} malformed: {error}"
                 ) from None
             return Encoding(CODED, coding.numel, coding)
         if dtype not in ITEMSIZE:
             raise RequestError(
-                f"rank {worker} pushed {dtype or 'nothing'}; allowed: {', '.join(ITEMSIZE)}"
+                f"{self._name(worker)} pushed {dtype or 'nothing'}; allowed: {', '.join(ITEMSIZE)}"
             )
         numel, rest = divmod(len(payload), ITEMSIZE[dtype])
         if rest or not numel:
-            raise RequestError(f"rank {worker} pushed {len(payload)} bytes, which is no {dtype}")
+            raise RequestError(
+                f"{self._name(worker)} pushed {len(payload)} bytes, which is no {dtype}"
+            )
         if state is not None and (dtype, numel) == (state.encoding.dtype, state.encoding.numel):
             return state.encoding
         return Encoding(dtype, numel)

@@ -80,7 +80,7 @@ class ServerExchange:
         self._rank, self._workers = world.rank, world.size
         self._wire, self._dense = wire, bool(servers.dense and wire)
         self._buckets: list[Bucket] = []
-        self._coarse, self._warned = servers.coarse, world.rank != 0
+        self._coarse, self._warned = servers.coarse, not world.leads
         self._codings: dict[int, SliceCoding] = {}
         self._residuals: dict[int, torch.Tensor] = {}
         self._uncollected: set[int] = set()
@@ -272,7 +272,7 @@ def _bounds(bucket: Bucket) -> Iterator[tuple[Slot, int, int]]:
     """Yield each parameter of a bucket with the start and end of its elements."""
     start = 0
     for slot in bucket.slots:
-        stop = start + slot.param.numel()
+        stop = start + slot.shape.numel()
         yield slot, start, stop
         start = stop
 

@@ -19,6 +19,7 @@ from wingbeat.methods.parameter_server.protocol import MAX_LINKS, Order, printab
 from wingbeat.methods.parameter_server.server import ServerConfig
 from wingbeat.transport import graceful_shutdown, interfaces
 from wingbeat.transport.graceful_shutdown import departures_of
+from wingbeat.transport.mesh import Replica
 from wingbeat.transport.messages import Mailbox
 from wingbeat.transport.services import BackgroundThread, ProcessService, Service, ThreadService
 from wingbeat.transport.store import Store
@@ -63,7 +64,7 @@ class ServerGroup:
         optimizer: str = "",
         max_update_bytes: int = 0,
     ) -> None:
-        hosts = place_servers(world.layout, servers.count)
+        hosts = place_servers(world.layout, servers.count, world.inside)
         self._world = world
         self.count = len(hosts)
         self.numbers = range(world.size, world.size + self.count)
@@ -73,7 +74,7 @@ class ServerGroup:
         config = ServerConfig(
             room=f"servers/{world.path}",
             index=0,
-            workers=world.size,
+            ranks=world.ranks,
             hosts=hosts,
             interfaces=("lo",) if world.threads else tuple(link.name for link in world.links),
             classes=servers.classes,
@@ -98,7 +99,7 @@ class ServerGroup:
             for started in self._started:
                 started.kill()
             if isinstance(error, WingbeatError):
-                self._notice.publish(str(error).removeprefix(f"rank {world.rank}: "))
+                self._notice.publish(str(error).removeprefix(f"{world.me}: "))
             self._notice.close(_POLL_S)
             raise
         self.client = self._make_client(mailbox, config)
@@ -113,8 +114,9 @@ class ServerGroup:
                 self._started.append(start(dataclasses.replace(config, index=index), store))
             except OSError as err:  # out of memory, or too many processes
                 raise UsageError(
-                    f"rank {rank}: cannot start server {index}: {err}; {config.hosts.count(rank)} "
-                    f"of {self.count} servers run beside this worker: use fewer"
+                    f"{self._world.me}: cannot start server {index}: {err}; "
+                    f"{config.hosts.count(rank)} of {self.count} servers run beside this worker: "
+                    "use fewer"
                 ) from None
 
     def _make_client(self, mailbox: Mailbox, config: ServerConfig) -> Client:
@@ -123,7 +125,7 @@ class ServerGroup:
         client = Client(
             mailbox,
             self.numbers,
-            me=f"rank {world.rank}",
+            me=world.me,
             name=config.name,
             timeout=world.timeout,
             order=Order.URGENT if config.order == Order.URGENT.value else Order.READY,
@@ -149,10 +151,10 @@ class ServerGroup:
     def _check_startup(self) -> None:
         ended = _find_ended(self._notice, self._started)
         if ended is not None:
-            raise PeerError(f"rank {self._world.rank}: {ended} before all workers had connected")
+            raise PeerError(f"{self._world.me}: {ended} before all workers had connected")
         reason = self._notice.poll()
         if reason is not None:
-            raise PeerError(f"rank {self._world.rank}: {reason}")
+            raise PeerError(f"{self._world.me}: {reason}")
 
 
 class FailureNotice:
@@ -261,13 +263,18 @@ def _network_weights(world: World) -> tuple[float, ...]:
     return tuple(weight for _, weight in sorted(known))
 
 
-def place_servers(layout: Layout, count: int) -> tuple[int, ...]:
-    """Return for each server the rank that starts it: round-robin over hosts, then over ranks.
+def place_servers(layout: Layout, count: int, replica: Replica | None = None) -> tuple[int, ...]:
+    """Return for each server the worker that starts it: round-robin over hosts, then over workers.
 
-    A ``count`` of 0 means one server per host.
+    A ``count`` of 0 means one server per host. Between ``replica`` and others, whose columns have
+    servers of their own, it means so many in each column that there is one per host, or one per
+    column if there are more columns. Each column begins with another host, so that all hosts have
+    equal parts of the traffic.
     """
     hosts, chosen = layout.hosts, []
-    for index in range(count or len(hosts)):
-        turn, host = divmod(index, len(hosts))
+    columns, first = (1, 0) if replica is None else (replica.size, replica.place)
+    each = count or -(-len(hosts) // columns)
+    for index in range(each):
+        turn, host = divmod(first * each + index, len(hosts))
         chosen.append(hosts[host][turn % len(hosts[host])])
     return tuple(chosen)

@@ -240,6 +240,14 @@ class Servers(Settings, ExchangePart):
                 "exchange"
             )
 
+    def check_replicas(self, strategy: Strategy) -> None:
+        """Raise a `UsageError` for tuned thresholds in a file: each column tunes its own."""
+        if self.file:
+            raise UsageError(
+                f"distribute(mesh=...): {strategy!r} keeps its thresholds in a file, and each "
+                "column of the mesh tunes its own: leave the file out"
+            )
+
     def build(self, context: BuildContext) -> Runtime:
         """Make a runtime with servers that sum, and apply the optimizer if its update is theirs."""
         from wingbeat.methods.parameter_server.build import build_runtime

@@ -84,10 +84,10 @@ class Reply:
     queued: bool = False
     posted: Posted | None = None
 
-    def set_sum(self, total: SliceSum) -> None:
-        """Set the payload, and register as a reader of it."""
+    def set_sum(self, total: SliceSum, name: Callable[[int], str]) -> None:
+        """Set the payload, and register as a reader of it; ``name`` returns a worker's name."""
         if self.worker in total.requested_by:
-            raise _requested_twice(self)
+            raise _requested_twice(self, name)
         total.requested_by.add(self.worker)
         self.dtype, self.result = total.dtype, total.result
         total.readers.append(self.arrived)
@@ -97,17 +97,18 @@ class Reply:
         return self.posted is not None and self.posted.arrived
 
 
-def _requested_twice(reply: Reply) -> RequestError:
+def _requested_twice(reply: Reply, name: Callable[[int], str]) -> RequestError:
     ids = reply.ids
     return RequestError(
-        f"rank {reply.worker} requested slice {ids.slice} of round {ids.round} twice"
+        f"{name(reply.worker)} requested slice {ids.slice} of round {ids.round} twice"
     )
 
 
 class Server(Actor):
     """One server: handles the requests of all workers for its slices.
 
-    Mailbox numbers are ranks. The limit of ``aggregator`` also limits the number of pending pulls.
+    Mailbox numbers are workers, and ``name`` returns the name of one in errors. The limit of
+    ``aggregator`` also limits the number of pending pulls.
     ``updates`` are the server's parameters; None if it only sums.
     """
 
@@ -124,9 +125,11 @@ class Server(Actor):
         order: Order = Order.READY,
         timeout: float = 300.0,
         classes: int = 2,
+        name: Callable[[int], str] = "rank {}".format,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(mailbox, MESSAGES, "a server", clock=clock)
+        self._name = name
         self._workers, self._aggregator, self._updates = workers, aggregator, updates
         self._order, self._timeout, self._classes = order, timeout, classes
         self._queue: SendQueue[Reply] = SendQueue(order)
@@ -184,8 +187,8 @@ class Server(Actor):
         try:
             if urgency_of(record.route) >= self._classes:
                 raise RequestError(
-                    f"rank {message.peer} requested class {urgency_of(record.route)}; there are "
-                    f"{self._classes}"
+                    f"{self._name(message.peer)} requested class {urgency_of(record.route)}; "
+                    f"there are {self._classes}"
                 )
             self._perform(message, record, free)
         except RequestError:
@@ -195,7 +198,7 @@ class Server(Actor):
     def refuse(self, message: Message, error: MalformedMessage) -> None:
         """Fail: the sender would wait for ever."""
         self.mailbox.free(message)
-        raise RequestError(f"rank {message.peer} sent a malformed message: {error}")
+        raise RequestError(f"{self._name(message.peer)} sent a malformed message: {error}")
 
     def _perform(self, message: Message, ids: Ids, free: Callable[[], object]) -> None:
         worker, updates = message.peer, self._updates
@@ -203,7 +206,9 @@ class Server(Actor):
             self._pull(Reply(worker, ids))
         elif message.kind == Kind.PULL_RESIDUAL:
             if worker != ids.slice % self._workers:
-                raise RequestError(f"rank {worker} does not own the residual of slice {ids.slice}")
+                raise RequestError(
+                    f"{self._name(worker)} does not own the residual of slice {ids.slice}"
+                )
             self._pull(Reply(worker, ids, Kind.RESIDUAL))
         elif message.kind in (Kind.PUSH_PULL, Kind.PUSH):
             self._push(message, ids, free)
@@ -211,7 +216,7 @@ class Server(Actor):
             now = self.clock()
             self._send_parameters(updates.handle(worker, message.kind, ids, message.payload, now))
         else:
-            raise RequestError(f"rank {worker} sent a message of kind {message.kind}")
+            raise RequestError(f"{self._name(worker)} sent a message of kind {message.kind}")
 
     def _push(self, message: Message, ids: Ids, free: Callable[[], object]) -> None:
         """Add gradients; call ``free`` once they are added."""
@@ -246,7 +251,7 @@ class Server(Actor):
 
     def _complete(self, reply: Reply, total: SliceSum) -> None:
         if reply.kind is not Kind.RESIDUAL:
-            reply.set_sum(total)
+            reply.set_sum(total, self._name)
             return
         residual = self._aggregator.take_residual(reply.ids[:2])
         if residual is None:
@@ -257,10 +262,10 @@ class Server(Actor):
     def _add_pending(self, reply: Reply) -> None:
         waiting = self._pulls.setdefault(reply.ids[:2], [])
         if any((reply.worker, reply.kind) == (each.worker, each.kind) for each in waiting):
-            raise _requested_twice(reply)
+            raise _requested_twice(reply, self._name)
         if self._pending[reply.worker] >= self._max_pending:
             raise RequestError(
-                f"rank {reply.worker} has more than {self._max_pending} pending pulls"
+                f"{self._name(reply.worker)} has more than {self._max_pending} pending pulls"
             )
         self._pending[reply.worker] += 1
         waiting.append(reply)
@@ -276,7 +281,7 @@ class Server(Actor):
                     self._enqueue(Reply(worker, ids, kind, result=result))
             elif each.params is not None:
                 reply = self._reserved.pop(key, None) or Reply(worker, ids, Kind.PARAMETERS)
-                reply.set_sum(each.params)
+                reply.set_sum(each.params, self._name)
                 if not reply.queued:
                     self._enqueue(reply)
             elif self._order is Order.FORWARD:  # reserves its place in the queue
@@ -326,7 +331,7 @@ class Server(Actor):
         waits += [self._updates] if self._updates else []
         for worker, gone in self.gone.items():
             if any(each.is_waiting_for(worker) for each in waits):
-                self._report(f"rank {worker} {gone.text}")
+                self._report(f"{self._name(worker)} {gone.text}")
         before = now - self._ping_delay
         if self._pinged_at < before and any(each.find_incomplete(before) for each in waits):
             self._pinged_at = now
@@ -347,7 +352,7 @@ class Server(Actor):
             ):
                 key, workers = late
                 self._report(
-                    f"no gradients from rank {_join(workers)} for slice {key[1]} within "
+                    f"no gradients from {self._names(workers)} for slice {key[1]} within "
                     f"{seconds:g} s"
                 )
                 break
@@ -355,7 +360,7 @@ class Server(Actor):
             incomplete = self._updates.find_incomplete(now - self._timeout)
             if incomplete is not None:
                 what, workers = incomplete
-                self._report(f"no {what} from rank {_join(workers)} within {self._timeout:g} s")
+                self._report(f"no {what} from {self._names(workers)} within {self._timeout:g} s")
 
     def _report(self, why: str) -> None:
         """Send the reason to all workers, once."""
@@ -367,9 +372,8 @@ class Server(Actor):
                 reason = why.encode()[:MAX_REASON]
                 self.mailbox.post(worker, Kind.FAILED, reason, urgency=0, seconds=0.1)
 
-
-def _join(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+    def _names(self, workers: Iterable[int]) -> str:
+        return ", ".join(map(self._name, sorted(workers)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,7 +382,8 @@ class ServerConfig:
 
     Attributes:
         room: name of the rendezvous of servers and workers.
-        hosts: for each server, the rank of the worker that starts it.
+        hosts: for each server, the worker that starts it.
+        ranks: the rank of each worker in the job.
         timeout: seconds that any wait may take.
         max_sum_bytes: maximum size of all sums.
         order: the order in which sums are sent, see `Order`.
@@ -394,7 +399,7 @@ class ServerConfig:
 
     room: str
     index: int
-    workers: int
+    ranks: tuple[int, ...]
     hosts: tuple[int, ...]
     interfaces: tuple[str, ...]
     classes: int
@@ -407,12 +412,17 @@ class ServerConfig:
     optimizer: str = ""
     max_update_bytes: int = 0
 
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return len(self.ranks)
+
     def name(self, number: int) -> str:
         """Return the name of the process with a mailbox number."""
         if number < self.workers:
-            return f"rank {number}"
+            return f"rank {self.ranks[number]}"
         index = number - self.workers
-        return f"server {index} (started by rank {self.hosts[index]})"
+        return f"server {index} (started by {self.name(self.hosts[index])})"
 
     @property
     def me(self) -> str:
@@ -434,7 +444,8 @@ class ServerConfig:
     def from_json(text: str) -> ServerConfig:
         """Parse the result of `to_json`."""
         fields = json.loads(text)
-        fields["hosts"], fields["interfaces"] = tuple(fields["hosts"]), tuple(fields["interfaces"])
+        for key in ("ranks", "hosts", "interfaces"):
+            fields[key] = tuple(fields[key])
         if fields["wire"] is not None:
             fields["wire"] = compression.from_json(fields["wire"])
         return ServerConfig(**fields)
@@ -461,7 +472,9 @@ class ServerConfig:
             from wingbeat.methods.parameter_server.coding import SliceCodec
 
             codec = SliceCodec(self.wire, Limits().message)
-        return Aggregator(self.workers, self.max_sum_bytes, dense=self.dense, codec=codec)
+        return Aggregator(
+            self.workers, self.max_sum_bytes, dense=self.dense, codec=codec, name=self.name
+        )
 
     def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return a function that serves while its argument returns true."""
@@ -486,6 +499,7 @@ class ServerConfig:
                 lambda: ShardOptimizer(json.loads(self.optimizer)),
                 aggregator.completed_sum,
                 self.max_update_bytes,
+                name=self.name,
             )
         server = Server(
             mailbox,
@@ -495,6 +509,7 @@ class ServerConfig:
             order=Order(self.order),
             timeout=SOONER * self.timeout,
             classes=self.classes,
+            name=self.name,
         )
         server.run(is_parent_alive)
         refused = mailbox.refused_connections + mailbox.refused

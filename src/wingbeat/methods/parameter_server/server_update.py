@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from wingbeat.engine.gradients.bucket import Bucket, Slot
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.gradients.views import ShownGradients, clone_displaced
 from wingbeat.engine.updates.divided import SCALER, DividedUpdate
 from wingbeat.engine.updates.json_values import encode
@@ -264,7 +265,7 @@ class SlotPart:
     def copy_to(self, values: torch.Tensor) -> bool:
         """Copy the elements to a slice's values; return whether any of these has changed."""
         known = values[self.offset : self.offset + self.length]
-        now = self.slot.param.detach().reshape(-1)[self.of_slot()]
+        now = local(self.slot.param.detach()).reshape(-1)[self.of_slot()]
         # Compare bits: NaN equals itself, and 0 differs from -0.
         bits = _INTEGERS[known.element_size()]
         if torch.equal(known.view(bits), now.view(bits)):
@@ -327,9 +328,10 @@ class OwnedSlice:
 def _encode_state(
     part: SlotPart, key: str, value: Any, elementwise: dict[str, bool], arrays: list[torch.Tensor]
 ) -> dict[str, Any]:
-    shape, what = part.slot.param.shape, f"optimizer state {key!r} of parameter {part.slot.name!r}"
+    shape, what = part.slot.shape, f"optimizer state {key!r} of parameter {part.slot.name!r}"
     try:
-        return encode_state(key, value, shape, elementwise, arrays, part.of_slot())
+        own = local(value) if isinstance(value, torch.Tensor) else value
+        return encode_state(key, own, shape, elementwise, arrays, part.of_slot())
     except ValueError as error:
         raise UsageError(
             f"{what} {error}, and must have the parameter's, {tuple(shape)}: load the state of the "
@@ -394,8 +396,9 @@ class OwnedSlices:
         slots = {part.slot.index: part.slot for each in self.all for part in each.parts}
         for (index, key), flat in arrays.items():
             # Use the parameter's memory format, as the optimizer would.
-            value = torch.empty_like(slots[index].param, dtype=flat.dtype).detach()
-            states[index][key] = value.copy_(flat.view(value.shape))
+            slot = slots[index]
+            value = torch.empty_like(local(slot.param), dtype=flat.dtype).detach()
+            states[index][key] = slot.expose(value.copy_(flat.view(value.shape)))
         return states
 
     def _join(
@@ -407,7 +410,7 @@ class OwnedSlices:
     ) -> None:
         end = 0
         for part, state in zip(owned.parts, document.fields["state"], strict=True):
-            index, numel = part.slot.index, part.slot.param.numel()
+            index, numel = part.slot.index, part.slot.shape.numel()
             values, elementwise, end = decode_state(state, part.length, document.data, end)
             for key, value in values.items():
                 found = states.setdefault(index, {})
@@ -423,7 +426,7 @@ def _parts_in(each: Slice, bucket: Bucket, training: Training) -> Iterable[SlotP
     """Yield the parts of the optimizer's parameters that lie in a slice."""
     stop = 0
     for slot in bucket.slots:
-        start, stop = stop, stop + slot.param.numel()
+        start, stop = stop, stop + slot.shape.numel()
         first, last = max(start, each.start), min(stop, each.stop)
         group = training.stepper.group_of(slot.param)
         if first < last and group is not None:
@@ -517,7 +520,7 @@ class ServerUpdate(DividedUpdate):
                 if slot.index in used and grad is None:
                     slot.view.zero_()
                 elif slot.index in used and grad is not None and not slot.holds(grad):
-                    slot.view.copy_(grad)
+                    slot.view.copy_(local(grad))
         return [
             each
             for each in self._plan.all
@@ -557,9 +560,9 @@ class ServerUpdate(DividedUpdate):
         landing = self._remote.landing.get(bucket.index, bucket.flat)
         end = 0
         for slot in bucket.slots:
-            start, end = end, end + slot.param.numel()
+            start, end = end, end + slot.shape.numel()
             if slot.index in fresh:
-                slot.param.detach().copy_(landing[start:end].view(slot.param.shape))
+                local(slot.param.detach()).copy_(landing[start:end].view(slot.shape))
         for each in self._plan.owned_in.get(bucket.index, ()):
             each.known.copy_(each.cut(landing))
 
@@ -612,11 +615,31 @@ class ServerUpdate(DividedUpdate):
         plan = self._plan
         joined = plan.collect(self._remote, [each.slice for each in plan.all])
         slots = self._training.bucketing.slots
+        for slot in slots:
+            if slot.owned and not slot.shape.numel():
+                self._add_empty_state(slot, joined)
         parts = {slot.param: joined[slot.index] for slot in slots if slot.index in joined}
         others: State = self._training.optimizer.__dict__["state"]
         known = {**others, **parts}
         order = [p for p in self._training.stepper.params() if p in known]
         return defaultdict(dict, {key: known[key] for key in [*order, *others]})
+
+    def _add_empty_state(self, slot: Slot, states: ParamState) -> None:
+        """Add the state of a `DTensor` of which this rank has no element, and no server has any.
+
+        Numbers such as the count of steps are those of the first parameter of the same group.
+        """
+        group_of = self._training.stepper.group_of
+        group = group_of(slot.param)
+        others = (s for s in self._training.bucketing.slots if s.index in states)
+        like = next((states[s.index] for s in others if group_of(s.param) == group), {})
+        for key, value in like.items():
+            found = states.setdefault(slot.index, {})
+            if self._elementwise.get(key):
+                part = torch.empty_like(local(slot.param), dtype=value.dtype).detach()
+                found[key] = slot.expose(part)
+            else:
+                found[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def _parts(self) -> int:
         return len(self._plan.all) if self._has_state else 0

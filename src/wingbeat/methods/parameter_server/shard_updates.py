@@ -99,7 +99,8 @@ class ShardUpdates:
     """All parameters of one server.
 
     ``make_optimizer`` is called on first use. ``completed_sum`` returns a slice's sum of a round if
-    it is complete. Parameters and optimizer state are limited to ``max_nbytes``.
+    it is complete. Parameters and optimizer state are limited to ``max_nbytes``. ``name`` returns
+    the name of a worker in errors.
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class ShardUpdates:
         make_optimizer: Callable[[], ShardOptimizer],
         completed_sum: Callable[[SliceKey, int], SliceSum | None],
         max_nbytes: int,
+        *,
+        name: Callable[[int], str] = "rank {}".format,
     ) -> None:
-        self._workers, self._max_nbytes = workers, max_nbytes
+        self._workers, self._max_nbytes, self._name = workers, max_nbytes, name
         self._make_optimizer, self._completed_sum = make_optimizer, completed_sum
         self._created: ShardOptimizer | None = None
         self._shards: dict[int, dict[int, Shard]] = {}
@@ -159,7 +162,7 @@ class ShardUpdates:
             return
         if kind == Kind.CONTINUATION:
             if worker not in self._documents:
-                raise RequestError(f"rank {worker} sent a fragment without a document")
+                raise RequestError(f"{self._name(worker)} sent a fragment without a document")
             ids, document = self._documents.pop(worker)
             document.append(payload)
         elif kind == Kind.LOAD:
@@ -217,7 +220,7 @@ class ShardUpdates:
             case Kind.STEP:
                 self._request_step(worker, ids, payload, request.received_at)
             case _:
-                raise RequestError(f"rank {worker} sent a message of kind {request.kind}")
+                raise RequestError(f"{self._name(worker)} sent a message of kind {request.kind}")
 
     def set_route(self, key: SliceKey, route: int) -> None:
         """Set how the parameters of a slice are sent without a request."""
@@ -245,8 +248,8 @@ class ShardUpdates:
         shard = self._shard(worker, ids)
         if len(payload) != shard.params.memory.nbytes:
             raise RequestError(
-                f"rank {worker} sent {len(payload)} bytes of gradients for slice {ids.slice}, "
-                f"which has {shard.params.memory.nbytes}"
+                f"{self._name(worker)} sent {len(payload)} bytes of gradients for slice "
+                f"{ids.slice}, which has {shard.params.memory.nbytes}"
             )
         # Copied: the payload may be read-only, and the optimizer may overwrite gradients.
         shard.gradients = np.frombuffer(payload, np.uint8).copy()
@@ -258,7 +261,7 @@ class ShardUpdates:
             return shard.current
         if ids.round != shard.current.round + 1 or worker in shard.fetches:
             raise RequestError(
-                f"rank {worker} requested slice {ids.slice} after update {ids.round}"
+                f"{self._name(worker)} requested slice {ids.slice} after update {ids.round}"
             )
         shard.fetches[worker] = ids
         return None
@@ -267,8 +270,8 @@ class ShardUpdates:
         shard = self._shard(worker, ids)
         if ids.round != shard.current.round:
             raise RequestError(
-                f"rank {worker} requested the state of slice {ids.slice} after update {ids.round}; "
-                f"the last one is {shard.current.round}"
+                f"{self._name(worker)} requested the state of slice {ids.slice} after update "
+                f"{ids.round}; the last one is {shard.current.round}"
             )
         return self._optimizer.export_state(shard.params)
 
@@ -276,7 +279,8 @@ class ShardUpdates:
         shard = self._shards.get(ids.plan, {}).get(ids.slice)
         if shard is None:
             raise RequestError(
-                f"rank {worker} requested slice {ids.slice} of plan {ids.plan}, which is not loaded"
+                f"{self._name(worker)} requested slice {ids.slice} of plan {ids.plan}, which is "
+                "not loaded"
             )
         return shard
 
@@ -290,22 +294,22 @@ class ShardUpdates:
         requested = (ids.plan, ids.round, ids.slice)
         if worker in step.pushes_to or requested != (step.plan, step.number, step.round):
             raise RequestError(
-                f"rank {worker} requested update {ids.round} of plan {ids.plan}, and others update "
-                f"{step.number} of plan {step.plan}"
+                f"{self._name(worker)} requested update {ids.round} of plan {ids.plan}, and others "
+                f"update {step.number} of plan {step.plan}"
             )
         step.pushes_to[worker] = bool(ids.route)
         try:
             settings = parse_json(StepSettings, payload)
         except MalformedMessage as error:
             raise RequestError(
-                f"rank {worker} sent malformed settings of a step: {error}"
+                f"{self._name(worker)} sent malformed settings of a step: {error}"
             ) from None
         if settings.digest:
             step.digest = step.digest or (worker, settings.digest)
             if settings.digest != step.digest[1]:
                 raise RequestError(
-                    f"rank {worker} has other settings in the optimizer's param groups than rank "
-                    f"{step.digest[0]}: set the same on all ranks"
+                    f"{self._name(worker)} has other settings in the optimizer's param groups than "
+                    f"{self._name(step.digest[0])}: set the same on all ranks"
                 )
         if settings.groups is not None:
             step.settings = settings
