@@ -66,6 +66,8 @@ def main() -> int:
     if args.worker:
         work(args)
         return 0
+    if args.per_host < 2:
+        parser.error("--per-host: replicas of one process have no shards; give at least 2")
     refuse_unwritable(args.json)
     return run_and_judge(args.json, lambda report: measure(args, report))
 

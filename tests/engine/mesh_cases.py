@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +13,25 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
@@ -193,6 +208,71 @@ def variants(strategy: str, steps: int) -> dict[str, float]:
         wingbeat.shutdown()
 
 
+def pretraining(strategy: str | None, path: str) -> tuple[torch.Tensor, list[float]]:
+    """Weights and norms of a loop as in torchtitan, stopped and continued; HSDP without strategy.
+
+    It has activation checkpointing, mixed precision, accumulation, clipping of its own, a schedule,
+    and checkpoints of flat state dicts that are loaded after the model is distributed.
+    """
+    norms: list[float] = []
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    for part in range(2):
+        world_mesh = replicas()
+        world_mesh["dp_shard"]._flatten("dp_shard_cp")
+        shards = ("dp_replicate", "dp_shard_cp") if strategy is None else ("dp_shard_cp",)
+        model: Any = net(1 + part)
+        model.layers[0] = checkpoint_wrapper(model.layers[0], preserve_rng_state=False)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        sharded(model, world_mesh[shards], mp_policy=policy)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02)
+        if strategy is not None:
+            wingbeat.distribute(model, optimizer, parse(strategy), mesh=world_mesh)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if part:
+            found = _pretrained(model, optimizer, options)
+            dcp.load(found, checkpoint_id=path)
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=found["model"],
+                optim_state_dict=found["optim"],
+                options=options,
+            )
+        for step in range(3 * part, 3 * part + 3):
+            optimizer.zero_grad()
+            for micro in range(2):
+                x, y = batch(2 * step + micro, dist.get_rank())
+                (F.mse_loss(model(x), y) / 2).backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads, foreach=True).full_tensor()
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm, foreach=True)
+            norms.append(float(norm))
+            optimizer.step()
+            scheduler.step()
+        if not part:
+            dcp.save(_pretrained(model, optimizer, options), checkpoint_id=path)
+        trained = weights(model)
+        if strategy is not None:
+            wingbeat.release(model, optimizer)
+    return trained, norms
+
+
+def _pretrained(model: Any, optimizer: Any, options: StateDictOptions) -> dict[str, Any]:
+    parts = get_state_dict(model, optimizer, options=options)
+    return dict(zip(("model", "optim"), parts, strict=True))
+
+
+def pretrained_as_hsdp(strategy: str, path: str) -> list[Any]:
+    """The relative difference of weights to HSDP, and the norms of both."""
+    wingbeat.init(timeout=60)
+    try:
+        theirs, norms = pretraining(None, f"{path}/theirs")
+        ours, own = pretraining(strategy, f"{path}/ours")
+        return [float((theirs - ours).norm() / theirs.norm()), norms, own]
+    finally:
+        wingbeat.shutdown()
+
+
 # -- tensor parallelism -------------------------------------------------------------------
 
 
@@ -206,16 +286,17 @@ class Summed(nn.Module):
         self.weight = nn.Parameter(distribute_tensor(torch.randn(1, 6), mesh, [Replicate()]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.chunk(2)[self.mesh.get_local_rank()]
+        rows = x.chunk(self.mesh.size())[self.mesh.get_local_rank()]
         of_all = DTensor.from_local(rows, self.mesh, [Shard(0)])
         return (of_all @ self.weight.T).full_tensor()
 
 
-def tensor_parallel(strategy: str, summed: bool, steps: int) -> float:
+def tensor_parallel(strategy: str, summed: bool, across: int, steps: int) -> float:
     """The largest relative difference to one process that has the batches of all replicas."""
     wingbeat.init(timeout=60)
     try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        inside = dist.get_world_size() // across
+        mesh = init_device_mesh("cpu", (across, inside), mesh_dim_names=("dp", "tp"))
         tp, model = mesh["tp"], net(width=8)
         if summed:
             model = Summed(tp)
@@ -228,13 +309,13 @@ def tensor_parallel(strategy: str, summed: bool, steps: int) -> float:
         one = torch.optim.AdamW(alone.parameters(), lr=0.01)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
         wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh, across="dp")
-        replica = dist.get_rank() // 2
+        replica = dist.get_rank() // inside
         for step in range(steps):
             for part, (of, by) in enumerate(((alone, one), (model, optimizer))):
                 by.zero_grad()
-                for number in range(2) if not part else (replica,):
+                for number in range(across) if not part else (replica,):
                     x, y = batch(step, number)
-                    (F.mse_loss(of(x), y) / (1 if part else 2)).backward()
+                    (F.mse_loss(of(x), y) / (1 if part else across)).backward()
                 if part:
                     optimizer.clip_grad_norm_(0.1)
                 else:
@@ -243,6 +324,78 @@ def tensor_parallel(strategy: str, summed: bool, steps: int) -> float:
         theirs, ours = weights(alone), weights(model)
         wingbeat.release(model, optimizer)
         return float((theirs - ours).norm() / theirs.norm())
+    finally:
+        wingbeat.shutdown()
+
+
+def whole_models(strategy: str) -> list[float]:
+    """Weights of a model that is not divided, with a mesh and without."""
+    wingbeat.init(timeout=60)
+    try:
+        found = []
+        for mesh in (None, replicas()):
+            model: Any = net()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+            train(model, optimizer, range(4))
+            found.append(weights(model))
+            wingbeat.release(model, optimizer)
+        return [float((found[0] - found[1]).abs().max()), float(found[1].sum())]
+    finally:
+        wingbeat.shutdown()
+
+
+def sharded_in_parallel(model: Any, mesh: DeviceMesh, shards: DeviceMesh) -> Any:
+    """FSDP2 over ``shards``, of a model that is tensor parallel; ``head`` is whole along that."""
+    plan = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    parallelize_module(model, mesh["tp"], {"head": _Whole()})
+    return sharded(model, shards)
+
+
+class _Whole(ParallelStyle):
+    """Keeps a layer whole, as a `DTensor` that PyTorch can clip with the others."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        prepare = functools.partial(_on_mesh, device_mesh)
+        return distribute_module(module, device_mesh, None, prepare, _off_mesh)
+
+
+def _on_mesh(mesh: DeviceMesh, _module: Any, inputs: Any, _mesh: Any) -> Any:
+    return tuple(DTensor.from_local(each, mesh, [Replicate()]) for each in inputs)
+
+
+def _off_mesh(_module: Any, output: Any, _mesh: Any) -> Any:
+    return output.to_local()
+
+
+def three_dimensions(shape: tuple[int, int, int], strategy: str, steps: int) -> list[Any]:
+    """Of FSDP2 with tensor parallelism: difference to PyTorch's HSDP, norms, placements."""
+    wingbeat.init(timeout=60)
+    try:
+        names = ("dp_replicate", "dp_shard", "tp")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        found, norms = [], []
+        batch_of = dist.get_rank() // shape[2]
+        for ours in (False, True):
+            shards = mesh["dp_shard"] if ours else mesh["dp_replicate", "dp_shard"]
+            model: Any = sharded_in_parallel(net(width=8), mesh, shards)
+            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+            if ours:
+                wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+            for step in range(steps):
+                x, y = batch(step, batch_of)
+                F.mse_loss(model(x), y).backward()
+                clip = torch.nn.utils.clip_grad_norm_ if step % 2 or not ours else None
+                norm = clip(model.parameters(), 0.05) if clip else optimizer.clip_grad_norm_(0.05)
+                norms.append(float(getattr(norm, "full_tensor", lambda n=norm: n)()))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(weights(model))
+            placed = [repr(p.placements) for p in model.parameters()]
+        wingbeat.release(model, optimizer)
+        difference = float((found[0] - found[1]).norm() / found[0].norm())
+        return [difference, norms, placed]
     finally:
         wingbeat.shutdown()
 
@@ -256,6 +409,24 @@ def unequal_batches() -> str:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), mesh=mesh)
         return words_of(lambda: train(model, optimizer, range(1)))
+    finally:
+        wingbeat.shutdown()
+
+
+def unequal_steps() -> list[int]:
+    """The ranks that an error about numbers of steps names, where one rank leaves one out."""
+    wingbeat.init(timeout=60)
+    try:
+        mesh = replicas()
+        model: Any = sharded(net(), mesh["dp_shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), mesh=mesh)
+        train(model, optimizer, range(2))
+        replica = dist.get_rank() // 2
+        if replica == 0:
+            optimizer.step()
+        said = words_of(lambda: train(model, optimizer, range(1)))
+        return [int(rank) for rank in re.findall("rank ([0-9])", said)]
     finally:
         wingbeat.shutdown()
 
@@ -395,6 +566,14 @@ def refusals() -> dict[str, str]:
             return words_of(lambda: wingbeat.distribute(model, optimizer, chosen, **options))
 
         other = init_device_mesh("cpu", (4, 1), mesh_dim_names=NAMES)
+        of_gpus = replicas()
+        of_gpus._device_type = "cuda"  # no process group of GPUs can be made here
+        table = nn.ModuleDict({"table": nn.Embedding(4, 6, sparse=True), "net": net()})
+        sharded(table["net"], inner)
+        terms = nn.Linear(6, 1)
+        part = DTensor.from_local(torch.ones(1, 6), inner, [Partial()])
+        terms.weight = nn.Parameter(part)
+        third = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=(*NAMES, "alone"))
         return {
             "no mesh": attempt(sharded(net(), inner)),
             "not a mesh": attempt(net(), mesh=(2, 2)),
@@ -402,7 +581,10 @@ def refusals() -> dict[str, str]:
             "across without mesh": attempt(net(), across="dp"),
             "a part of the mesh": attempt(sharded(net(), inner), mesh=inner),
             "sharded over all": attempt(sharded(net(), mesh), mesh=mesh),
-            "nothing is sharded": attempt(net(), mesh=mesh),
+            "nothing is divided": attempt(sharded(net(), third["alone"]), mesh=third),
+            "of GPUs": attempt(sharded(net(), inner), mesh=of_gpus),
+            "sparse": attempt(table, mesh=mesh),
+            "terms": attempt(terms, mesh=mesh),
             "averaging": attempt(sharded(net(), inner), wingbeat.ADPSGD(), mesh=mesh),
             "threshold file": attempt(
                 sharded(net(), inner),

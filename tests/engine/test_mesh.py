@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import mesh_cases
 import pytest
@@ -41,7 +42,10 @@ REFUSED = {
     "across without mesh": r"across='dp'\): it names a dimension of mesh=, not given",
     "a part of the mesh": r"ranks \[0, 1\], rank 2's has \[2, 3\].* of all ranks of the job",
     "sharded over all": r"'layers.0.weight' is placed on ranks 0, 1, 2, 3, and rank . is in",
-    "nothing is sharded": "no parameter is placed over dp_shard.*leave mesh out",
+    "nothing is divided": "no parameter is divided over dp_shard, so nothing averages",
+    "of GPUs": "a mesh of 'cuda' devices is not supported yet: updates are not ordered with",
+    "sparse": "1 parameters have sparse gradients, which nothing averages.*use sparse=False",
+    "terms": r"'weight' is placed as Partial\(sum\): a parameter must be sharded or replicated$",
     "averaging": "ADPSGD.* is not possible for replicas of 2 ranks.*use LocalSGD",
     "threshold file": "Geryon.* keeps its thresholds in a file, .*leave the file out",
     "measured colayers": "Canary.* bundles colayers again .*leave measured out",
@@ -77,15 +81,65 @@ def test_each_use_of_fsdp2_equals_hsdps(job: Pool, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+def test_loop_as_in_torchtitan_continues_with_hsdps_weights(
+    job: Pool, strategy: str, tmp_path: Path
+) -> None:
+    for difference, norms, own in job.run(mesh_cases.pretrained_as_hsdp, strategy, str(tmp_path)):
+        assert difference < 1e-6
+        assert own == pytest.approx(norms, rel=1e-5)
+        assert min(norms) > 0.05, "the limit"
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
 @pytest.mark.parametrize("summed", [False, True])
-def test_tensor_parallel_replicas_equal_one_process(job: Pool, strategy: str, summed: bool) -> None:
-    differences = job.run(mesh_cases.tensor_parallel, strategy, summed, 20)
+@pytest.mark.parametrize("across", [2, 1])
+def test_tensor_parallel_replicas_equal_one_process(
+    job: Pool, strategy: str, summed: bool, across: int
+) -> None:
+    differences = job.run(mesh_cases.tensor_parallel, strategy, summed, across, 20)
     assert max(differences) < 1e-6, differences
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_fsdp2_over_tensor_parallelism_equals_hsdp(
+    job: Pool, strategy: str, shape: tuple[int, int, int]
+) -> None:
+    check_three_dimensions(job.run(mesh_cases.three_dimensions, shape, strategy, 4), shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+def test_three_dimensions_of_several_ranks_equal_hsdp(
+    fresh_pool: Callable[..., Pool], strategy: str
+) -> None:
+    pool, shape = fresh_pool(8, default_group=True), (2, 2, 2)
+    check_three_dimensions(pool.run(mesh_cases.three_dimensions, shape, strategy, 4), shape)
+
+
+def check_three_dimensions(found: list[Any], shape: tuple[int, int, int]) -> None:
+    for difference, norms, placed in found:
+        assert difference < 1e-6
+        assert norms[:4] == pytest.approx(norms[4:], rel=1e-5)
+        assert min(norms) > 0.05, "the limit"
+        assert ("_StridedShard" in placed[0]) == (shape[2] > 1)
+        assert "Replicate" in placed[-1]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear:shard_optimizer=true"])
+def test_model_that_is_not_divided_is_averaged_over_all_ranks(job: Pool, strategy: str) -> None:
+    found = job.run(mesh_cases.whole_models, strategy)
+    assert [each[0] for each in found] == pytest.approx([0.0] * SIZE, abs=1e-7)
+    assert len({each[1] for each in found}) == 1
 
 
 def test_different_gradients_of_a_parameter_that_ranks_share_are_refused(job: Pool) -> None:
     words = "parameter 'head.weight' is whole on each of the ranks along 'dp_shard'.*norms from"
     assert all(re.search(words, found) for found in job.run(mesh_cases.unequal_batches))
+
+
+def test_different_numbers_of_steps_are_told_by_ranks_of_the_job(job: Pool) -> None:
+    assert job.run(mesh_cases.unequal_steps) == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
 def test_join_is_refused_in_replicas_of_several_ranks(job: Pool) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import wingbeat
 from wingbeat.integrations import checkpoint
@@ -99,3 +102,43 @@ def refused(folder: str) -> list[str]:
         said.append(str(err))
     wingbeat.shutdown()
     return said
+
+
+def in_replicas(folder: str, across: int, saving: bool, files: bool) -> dict[str, Any]:
+    """Save and continue in replicas of several ranks, or load and continue; what is there then.
+
+    ``files``: by torch and the files of residuals, as trainers of other libraries save.
+    """
+    wingbeat.shutdown()
+    world = wingbeat.init(timeout=60)
+    inside = world.size // across
+    mesh = init_device_mesh("cpu", (across, inside), mesh_dim_names=("dp_replicate", "dp_shard"))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(9, 15), nn.Tanh(), nn.Linear(15, 3))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh["dp_shard"])
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wingbeat.distribute(model, optimizer, STRATEGIES["sketch"](), mesh=mesh)
+    _train(model, optimizer, 4 if saving else 1)
+    if saving and files:
+        state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=folder)
+        checkpoint.save_residuals(optimizer, folder)
+    elif saving:
+        dcp.save(checkpoint.state(model, optimizer), checkpoint_id=folder)
+    elif files:
+        state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
+        checkpoint.load_residuals(optimizer, folder)
+    else:
+        checkpoint.load(model, optimizer, folder)
+    residuals = optimizer.state_dict()["wingbeat"]["residuals"]
+    torch.manual_seed(10 + world.rank)
+    before = torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
+    _train(model, optimizer, 2)
+    found = torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
+    wingbeat.shutdown()
+    return {"before": before, "residuals": residuals, "after": found}

@@ -71,3 +71,30 @@ def test_what_was_not_saved_so_is_refused(pool_of: PoolOf, tmp_path: Path) -> No
         assert "/none" in none
         assert "not saved from wingbeat.integrations.checkpoint.state()" in other
         assert plain.startswith("checkpoint.state(): pass a model and its optimizer")
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_replicas_continue_with_their_residuals(
+    files: bool, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    saved = pool_of(4).run(cases.in_replicas, str(tmp_path), 2, True, files)
+    again = pool_of(4).run(cases.in_replicas, str(tmp_path), 2, False, files)
+    for one, other in zip(saved, again, strict=True):
+        assert same(one, other)
+        assert max(value.abs().max() for value in one["residuals"].values()) > 0
+    for each in pool_of(4).run(cases.in_replicas, str(tmp_path), 4, False, files):
+        assert same(each["before"], saved[0]["before"])
+        assert not any(map(torch.any, each["residuals"].values())), "of other shards"
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_residuals_of_replicas_are_shared_out_to_another_number_of_replicas(
+    files: bool, pool_of: PoolOf, fresh_pool: Callable[..., Pool], tmp_path: Path
+) -> None:
+    saved = fresh_pool(6).run(cases.in_replicas, str(tmp_path), 3, True, files)
+    loaded = pool_of(4).run(cases.in_replicas, str(tmp_path), 2, False, files)
+    for position in range(2):
+        before, after = total(saved[position::2]), total(loaded[position::2])
+        for name, value in before.items():
+            torch.testing.assert_close(after[name], value)
+    assert same(loaded[0]["before"], saved[0]["before"])

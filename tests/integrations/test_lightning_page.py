@@ -22,7 +22,11 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 @pytest.mark.parametrize(
     ("number", "said"),
-    [(0, "trained 8 steps"), pytest.param(1, "trained 8 steps", marks=pytest.mark.slow)],
+    [
+        (0, "trained 8 steps"),
+        pytest.param(1, "trained 8 steps", marks=pytest.mark.slow),
+        pytest.param(2, "trained 8 steps", marks=pytest.mark.slow),
+    ],
 )
 def test_a_program_runs_as_it_stands_there(number: int, said: str, tmp_path: Path) -> None:
     """Without torchrun: Lightning starts the second worker."""
@@ -39,7 +43,7 @@ def test_a_program_runs_as_it_stands_there(number: int, said: str, tmp_path: Pat
 
 
 def test_the_hook_of_the_page_sends_less(pool_of: Callable[[int], Pool]) -> None:
-    pool_of(2).run(cases.hooked, EXAMPLES[2], deadline=150.0)
+    pool_of(2).run(cases.hooked, EXAMPLES[3], deadline=150.0)
 
 
 @pytest.mark.parametrize("module", [lightning, fabric, pytorch_lightning, lightning_fabric])

@@ -21,6 +21,7 @@ from wingbeat.engine.gradients.placed import local, shard_all
 from wingbeat.engine.gradients.sparse import check_sparse, sparse_parameters
 from wingbeat.engine.join_context import joined
 from wingbeat.engine.model_checks import (
+    averages_inside,
     check_complex,
     check_placed,
     check_strategy_in_replicas,
@@ -128,8 +129,11 @@ def distribute(
         _check_same_model(model, optimizer, world, strategy, told)
     if mesh is not None:
         world = column_of(whole, mesh, across)
-        check_strategy_in_replicas(strategy, world)
-        check_placed(model, world)
+        if averages_inside(model, strategy, world):
+            world = whole
+        else:
+            check_strategy_in_replicas(strategy, world)
+            check_placed(model, world)
     if world.size > 1:
         # Several models of one process launch their buckets in different orders.
         world = world.open_channel()

@@ -66,6 +66,7 @@ from wingbeat.engine.hooks import (
     in_backward,
     in_transform,
     outside_transforms,
+    sum_partial_gradients,
 )
 from wingbeat.engine.model_checks import (
     ParameterCheck,
@@ -166,7 +167,7 @@ class Engine:
             self._copies = CopiesCheck(named, world.inside)
         self.stepper.follow(self.slots)
         self.hooks: Hooks | None = None
-        self._single_worker_hook: Any = None
+        self._single_worker_hooks: list[Any] = []
         # Parts of parameters are slices of a flat buffer, and codecs read matrices in order.
         flat = self.compression.coded is not None or not lockstep
         self.bucketing.strided = not strategy.update_part.divides and not flat
@@ -201,7 +202,10 @@ class Engine:
             self._start()
         else:
             hook = ForwardHook(weakref.ref(self), "before_forward")
-            self._single_worker_hook = model.register_forward_pre_hook(hook, prepend=True)
+            self._single_worker_hooks = [
+                model.register_forward_pre_hook(hook, prepend=True),
+                *sum_partial_gradients(self.slots),
+            ]
 
     def __reduce__(self) -> Any:
         # Copies of objects that refer to the engine are plain.
@@ -823,8 +827,8 @@ class Engine:
         _flushed_before_fork.discard(self)
         if self.hooks is not None:
             self.hooks.remove()
-        if self._single_worker_hook is not None:
-            self._single_worker_hook.remove()
+        for handle in self._single_worker_hooks:
+            handle.remove()
 
     def close(self) -> None:
         """Close the engine's channel; no exchange is possible afterwards."""

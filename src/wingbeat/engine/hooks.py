@@ -59,11 +59,7 @@ class Hooks:
         self.arrivals = Arrivals(functools.partial(_call, ref, "on_grad"), slots)
         self.arrivals.watch(engine.buckets)
         self._others += self.arrivals.hooks
-        self._others += [
-            slot.param.register_post_accumulate_grad_hook(sum_partial)
-            for slot in slots
-            if slot.placed
-        ]
+        self._others += sum_partial_gradients(slots)
         if gradients:
             self._others += [
                 LastGradHook(param, functools.partial(_call, ref, "on_sparse_grad", index))
@@ -96,6 +92,13 @@ class Hooks:
         for handle in reversed(self._others):
             handle.remove()
         self._others.clear()
+
+
+def sum_partial_gradients(slots: Iterable[Slot]) -> list[Any]:
+    """Return hooks that sum gradients over the ranks of a replica that have terms of them."""
+    return [
+        slot.param.register_post_accumulate_grad_hook(sum_partial) for slot in slots if slot.placed
+    ]
 
 
 # -- hooks on gradients -------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from wingbeat.engine.gradients.bucket import dtype_name
-from wingbeat.engine.gradients.placed import gathered_ids, is_placed
+from wingbeat.engine.gradients.placed import divides, gathered_ids, is_placed
 from wingbeat.engine.gradients.sparse import sparse_parameters
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
@@ -118,6 +118,17 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
     exchange.check_replicas(strategy)
 
 
+def averages_inside(model: torch.nn.Module, strategy: Strategy, world: World) -> bool:
+    """Whether the ranks of a replica hold the whole model each, and can be workers themselves.
+
+    Collectives of all ranks then average inside a replica and across, on two levels where it is
+    faster. ``world`` is the column of this rank.
+    """
+    replica = world.inside
+    several = replica is not None and replica.size > 1
+    return several and strategy.exchange.collective and not any(map(is_placed, model.parameters()))
+
+
 def check_placed(model: torch.nn.Module, world: World) -> None:
     """Raise a `UsageError` for a parameter that a replica does not hold as a mesh allows.
 
@@ -145,11 +156,10 @@ def check_placed(model: torch.nn.Module, world: World) -> None:
                 f"than rank {world.ranks[world.rank]}: give fully_shard() or parallelize_module() "
                 "only the dimensions inside a replica, such as mesh['dp_shard']"
             )
-        if not all(each.is_shard() or each.is_replicate() for each in placements):
+        if not all(divides(each) or each.is_replicate() for each in placements):
             raise UsageError(
                 f"distribute(mesh=...): parameter {name!r} is placed as "
-                f"{', '.join(map(repr, placements))}: a parameter must be sharded or replicated; "
-                "use fully_shard() or parallelize_module(), not both"
+                f"{', '.join(map(repr, placements))}: a parameter must be sharded or replicated"
             )
         divided = divided or len(ranks) > 1
     if several and (sparse := [*sparse_parameters(model)]):
@@ -159,10 +169,9 @@ def check_placed(model: torch.nn.Module, world: World) -> None:
         )
     if several and not divided:
         raise UsageError(
-            f"distribute(mesh=...): no parameter is placed over {', '.join(replica.names)}, so "
+            f"distribute(mesh=...): no parameter is divided over {', '.join(replica.names)}, so "
             f"nothing averages gradients among the {replica.size} ranks of a replica: apply "
-            "fully_shard() or parallelize_module() first, or leave mesh out, to average them over "
-            "all ranks"
+            "fully_shard() or parallelize_module() over these dimensions first"
         )
 
 

@@ -61,10 +61,13 @@ class IntentExchange:
         assert self._handle is not None
         self._handle.wait()
         self._handle = None
+        world = self._collectives.world
         heads = self._rows[:, 0].tolist()
         for rank, head in enumerate(heads):
             if head not in list(Intent):
-                raise PeerError(f"rank {rank} sent {head} in place of an intent, 1 to 7")
+                raise PeerError(
+                    f"rank {world.ranks[rank]} sent {head} in place of an intent, 1 to 7"
+                )
         union = 0
         for row in self._rows[:, 1:].tolist():
             union |= int.from_bytes(row, "little")

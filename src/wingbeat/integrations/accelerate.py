@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from wingbeat.compression import Compression
@@ -40,12 +41,16 @@ from wingbeat.integrations.ddp import WireState, wire_hook
 from wingbeat.observe.log import log
 from wingbeat.strategies import DeAR, Strategy
 from wingbeat.transport import init
+from wingbeat.transport.mesh import check_device
 from wingbeat.transport.world import World, current
 
 __all__ = ["prepare", "register_comm_hook"]
 
 LEAST = "1.5.0"
 """The first supported version; constraints.txt has the tested one."""
+
+FSDP_NAMES = ("_optimizers", "is_fsdp2", "prepare_optimizer", "torch_device_mesh")
+"""Names of an Accelerator that are used with FSDP2."""
 
 NAMES = (
     "_dataloaders",  # private: the prepared loaders, for ``join_uneven_inputs``
@@ -56,7 +61,9 @@ NAMES = (
 """Names of an Accelerator that are overridden or used."""
 
 _PAIRS = "_wingbeat_pairs"
-_PARALLEL = ("tp_enabled", "cp_enabled", "sp_enabled", "dp_shard_enabled")
+_PARALLEL = ("tp_enabled", "cp_enabled", "sp_enabled")
+_ACROSS = "dp_replicate"
+"""The name of the dimension across replicas in a mesh of Accelerate."""
 _PARAMETERS = nn.Module.parameters.__code__
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
@@ -67,6 +74,8 @@ def prepare(
     *objects: Any,
     strategy: Strategy | None = None,
     device_placement: Sequence[bool | None] | None = None,
+    mesh: DeviceMesh | None = None,
+    across: str | None = None,
 ) -> Any:
     """Prepare objects for training, as ``accelerator.prepare``, with wingbeat in place of DDP.
 
@@ -76,13 +85,17 @@ def prepare(
     synchronized before saving. ``join_uneven_inputs`` uses wingbeat's `join`. `wingbeat.init` is
     called if it was not called before.
 
+    With Accelerate's FSDP2 (``fsdp_version=2`` and ``dp_replicate_size`` of its ParallelismConfig)
+    Accelerate shards the model inside a replica, and wingbeat exchanges between replicas.
+
     Args:
-        accelerator: an ``accelerate.Accelerator`` for plain data parallelism.
+        accelerator: an ``accelerate.Accelerator`` for data parallelism, or for FSDP2.
         objects: models with their optimizers, loaders and schedulers, in any order. A model without
             trained parameters needs no optimizer. wingbeat distributes the first of several
             optimizers of one model; the others stay unchanged.
         strategy: default: ``wingbeat.DeAR()``.
         device_placement: for each of ``objects``, as for ``accelerator.prepare``.
+        mesh, across: as for `wingbeat.distribute`, for models that you have sharded yourself.
 
     Returns:
         The prepared objects in the same order; a single object without a tuple.
@@ -112,15 +125,27 @@ def prepare(
         )
     models = [each for each in objects if isinstance(each, nn.Module)]
     _refuse_setup(accelerator, world)
+    sharded = _mesh_of(accelerator)
+    if sharded is not None and mesh is not None:
+        raise UsageError(
+            "prepare(mesh=...): Accelerate shards this model, on the mesh of its "
+            "parallelism_config: leave mesh out"
+        )
     warn_of_one(world)
     _refuse_ddp_options(accelerator, models)
     pairs = _pairs(models, [each for each in objects if isinstance(each, torch.optim.Optimizer)])
     strategy = DeAR() if strategy is None else strategy
-    made = {
-        id(each): _prepared_model(accelerator, each, pairs.get(id(each)), strategy, place, world)
-        for each, place in zip(objects, placement, strict=True)
-        if isinstance(each, nn.Module)
-    }
+    where = {"mesh": mesh, "across": across}
+    made: dict[int, Any] = {}
+    for each, place in zip(objects, placement, strict=True):
+        if isinstance(each, nn.Module):
+            optimizer = pairs.get(id(each))
+            if sharded is None:
+                ready = _prepared_model(accelerator, each, optimizer, strategy, place, world, where)
+            else:
+                ready = _sharded_model(accelerator, each, optimizer, strategy, world, sharded)
+                made[id(optimizer)] = accelerator.prepare_optimizer(unwrapped(optimizer))
+            made[id(each)] = ready
     _upgrade(accelerator, [(made[key], unwrapped(o)) for key, o in pairs.items()])
     found: list[Any] = [made.get(id(each)) for each in objects]
     places = [at for at, each in enumerate(objects) if id(each) not in made]
@@ -140,6 +165,7 @@ def _prepared_model(
     strategy: Strategy,
     place: bool | None,
     world: World,
+    where: Mapping[str, Any],
 ) -> nn.Module:
     """Move and distribute one model; Accelerate handles device and autocast without DDP."""
     engine = None if optimizer is None else engine_of(unwrapped(optimizer))
@@ -156,8 +182,38 @@ def _prepared_model(
         model, device_placement=place, evaluation_mode=True
     )
     if optimizer is not None:
-        distribute(ready, optimizer, strategy, world=world)
+        distribute(ready, optimizer, strategy, world=world, **where)
     return ready
+
+
+def _sharded_model(
+    accelerator: Any, model: nn.Module, optimizer: Any, strategy: Strategy, world: World, mesh: Any
+) -> nn.Module:
+    """Let Accelerate shard a model inside the replica, and distribute it."""
+    with _inside_replicas(accelerator.parallelism_config):
+        ready, wrapped = accelerator.prepare(model, optimizer)
+    # It is wrapped again once it is distributed: a gradient scaler remembers its step.
+    accelerator._optimizers.remove(wrapped)
+    distribute(ready, unwrapped(wrapped), strategy, world=world, mesh=mesh, across=_ACROSS)
+    made: nn.Module = ready
+    return made
+
+
+@contextlib.contextmanager
+def _inside_replicas(config: Any) -> Iterator[None]:
+    """Hide the dimension across replicas from the mesh that Accelerate gives ``fully_shard``."""
+    plain = type(config)
+
+    class Inside(plain):  # type: ignore[misc, valid-type]
+        @property
+        def fsdp_dim_names(self) -> list[str]:
+            return [name for name in super().fsdp_dim_names if name != _ACROSS]
+
+    config.__class__ = Inside
+    try:
+        yield
+    finally:
+        config.__class__ = plain
 
 
 def _pairs(models: list[nn.Module], optimizers: list[Any]) -> dict[int, Any]:
@@ -209,7 +265,9 @@ def _params(optimizer: Any) -> list[torch.Tensor]:
 def _refuse_setup(accelerator: Any, world: World) -> None:
     """Raise UsageError unless an Accelerator uses data parallelism in supported precision."""
     kind = accelerator.distributed_type.value
-    if kind != "NO" and not kind.startswith("MULTI_"):
+    if kind == "FSDP":
+        refuse_fsdp(accelerator)
+    elif kind != "NO" and not kind.startswith("MULTI_"):
         raise UsageError(
             f"prepare(accelerator): it is set up for {kind}, which divides models in a way of its "
             "own; allowed are MULTI_GPU, MULTI_CPU and the like: leave out its plugin, or use "
@@ -219,9 +277,14 @@ def _refuse_setup(accelerator: Any, world: World) -> None:
     for name in _PARALLEL:
         if getattr(config, name, False):
             raise UsageError(
-                f"prepare(accelerator): its parallelism_config has {name}; wingbeat averages whole "
-                "models: leave parallelism_config out"
+                f"prepare(accelerator): its parallelism_config has {name}; allowed are "
+                "dp_replicate_size, and dp_shard_size with fsdp_version=2"
             )
+    if kind != "FSDP" and getattr(config, "dp_shard_enabled", False):
+        raise UsageError(
+            "prepare(accelerator): its parallelism_config has dp_shard_size, and it has no FSDP2 "
+            "that shards models: give it fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
     if accelerator.mixed_precision == "fp8":
         raise UsageError(
             "prepare(accelerator): mixed_precision='fp8' exchanges layers after the optimizer was "
@@ -232,6 +295,30 @@ def _refuse_setup(accelerator: Any, world: World) -> None:
             f"prepare(accelerator): it has {accelerator.num_processes} processes and wingbeat "
             f"{world.size} workers: start them all by torchrun or accelerate launch"
         )
+
+
+def refuse_fsdp(accelerator: Any) -> None:
+    """Raise UsageError unless Accelerate shards by FSDP2 in several replicas."""
+    if not accelerator.is_fsdp2:
+        raise UsageError(
+            "prepare(accelerator): it is set up for FSDP of version 1, which flattens parameters: "
+            "use FullyShardedDataParallelPlugin(fsdp_version=2), or accelerator.prepare()"
+        )
+    config = accelerator.parallelism_config
+    if config is None or not config.dp_replicate_enabled:
+        raise UsageError(
+            "prepare(accelerator): FSDP shards models over all processes, so there are no replicas "
+            "between which wingbeat could exchange: give Accelerator parallelism_config="
+            "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...), or use "
+            "accelerator.prepare()"
+        )
+    check_names("accelerate", {accelerator: FSDP_NAMES, type(config): ("fsdp_dim_names",)})
+    check_device(accelerator.torch_device_mesh.device_type)
+
+
+def _mesh_of(accelerator: Any) -> Any:
+    """Return the mesh on which Accelerate shards models by FSDP2, or None."""
+    return accelerator.torch_device_mesh if accelerator.distributed_type.value == "FSDP" else None
 
 
 def warn_of_one(world: World, env: Mapping[str, str] = os.environ) -> None:
@@ -340,6 +427,7 @@ class DistributedAccelerator:
         """
         pairs = self._wingbeat_live()
         for model, _ in pairs:
+            _refuse_shards(self, model, "save_state()")
             synchronize(model)
         folder = super().save_state(output_dir, *args, **kwargs)  # type: ignore[misc]
         for number, (_, optimizer) in enumerate(pairs):
@@ -351,6 +439,8 @@ class DistributedAccelerator:
 
         Raises UsageError if the files of residuals are not from the same run.
         """
+        for model, _ in self._wingbeat_live():
+            _refuse_shards(self, model, "load_state()")
         seen: list[str] = []
         hook = self.register_load_state_pre_hook(  # type: ignore[attr-defined]
             lambda _models, folder: seen.append(folder)
@@ -375,6 +465,17 @@ class DistributedAccelerator:
             for model, optimizer in found
             if model is not None and optimizer is not None and engine_of(model) is not None
         ]
+
+
+def _refuse_shards(accelerator: Any, model: nn.Module, what: str) -> None:
+    """Raise UsageError for shards that Accelerate has not made: it would save those of rank 0."""
+    engine = engine_of(model)
+    replica = None if engine is None else engine.world.inside
+    if replica is not None and replica.size > 1 and not accelerator.is_fsdp2:
+        raise UsageError(
+            f"{what}: Accelerate saves rank 0's shards only of a model that it has not sharded: "
+            "use wingbeat.integrations.checkpoint, or torch.distributed.checkpoint"
+        )
 
 
 def _upgrade(accelerator: Any, pairs: Sequence[Pair]) -> None:

@@ -13,6 +13,7 @@ each worker writes ``wingbeat_NAME_RANK_of_SIZE.pt`` into the same folder (`save
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
@@ -37,7 +38,9 @@ from wingbeat.observe.log import log
 __all__ = ["load", "state"]
 
 _MODEL, _OPTIMIZER, _PART = "model", "optim", "wingbeat"
-_PARTS = re.compile(rf"{_PART}\.([0-9]{{1,6}})")
+_DROPPED = "residuals start at zero, and warm-up of a codec from the beginning"
+_LAYOUT = "[0-9]{1,6}x[0-9a-f]{16}"
+_PARTS = re.compile(rf"{_PART}\.((?:([0-9]{{1,6}})_of_({_LAYOUT})\.)?([0-9]{{1,6}}))")
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(part, file)
     packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-    found[_PART] = {str(engine.world.rank): packed}
+    found[_PART] = {f"{_place(engine, '.')}{engine.world.rank}": packed}
     return found
 
 
@@ -113,12 +116,18 @@ def load(
     template: dict[str, Any] = {_MODEL: whole.get_model_state_dict(model)}
     if any(key.startswith(f"{_OPTIMIZER}.") for key in saved.state_dict_metadata):
         template[_OPTIMIZER] = whole.get_optimizer_state_dict(model, optimizer)
-    template[_PART] = _empty_parts(saved, str(checkpoint_id or type(storage_reader).__name__))
+    where = str(checkpoint_id or type(storage_reader).__name__)
+    template[_PART] = _empty_parts(saved, where, engine)
+    if not template[_PART] and _OPTIMIZER not in template:
+        raise UsageError(
+            f"checkpoint.load({where}): its optimizer is in parts of another mesh: train on the "
+            "mesh that saved it"
+        )
     dcp.load(template, storage_reader=storage_reader)
-    parts = [_unpacked(template[_PART][key]) for key in sorted(template[_PART], key=int)]
+    parts = [_unpacked(part) for part in template[_PART].values()]
     extra = [part["beside"] or None for part in parts]
     same = len(extra) == engine.world.size
-    beside = extra[engine.world.rank] if same else checkpoint.merge_extra(extra)
+    beside = extra[engine.world.rank] if same else checkpoint.merge_extra(extra) if extra else None
     checkpoint.check_extra(engine, beside)
     whole.set_model_state_dict(model, template[_MODEL])
     if _OPTIMIZER in template:
@@ -137,33 +146,73 @@ def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> En
         raise UsageError(
             f"checkpoint.{what}(): pass a model and its optimizer as distribute() has returned them"
         )
-    _refuse_replicas(engine, f"checkpoint.{what}()")
+    replica = engine.world.inside
+    if engine.update.averaging and replica is not None and replica.size > 1:
+        raise UsageError(
+            f"checkpoint.{what}() is not possible for models that differ between replicas of "
+            f"{replica.size} ranks: call wingbeat.synchronize(model), and save the state dicts of "
+            "model and optimizer by torch.distributed.checkpoint"
+        )
     return engine
 
 
-def _refuse_replicas(engine: Engine, what: str) -> None:
-    """Refuse replicas of several ranks, whose parts would have the numbers of replicas alone."""
+def _place(engine: Engine, end: str) -> str:
+    """Return a prefix that tells workers apart which hold different parts of the model."""
     replica = engine.world.inside
-    if replica is not None and replica.size > 1:
-        raise UsageError(
-            f"{what} is not possible for replicas of {replica.size} ranks: save the state dicts of "
-            "model and optimizer by torch.distributed.checkpoint"
-        )
+    if replica is None or replica.size == 1:
+        return ""
+    return f"{replica.place}_of_{_layout(engine)}{end}"
 
 
-def _empty_parts(saved: Metadata, where: str) -> dict[str, torch.Tensor]:
-    """Allocate every worker's part in its saved length."""
-    found = {}
+def _layout(engine: Engine) -> str:
+    """Return the ranks of a replica and a digest of how they divide the model; empty for one."""
+    replica = engine.world.inside
+    if replica is None or replica.size == 1:
+        return ""
+    placed = [
+        (slot.name, repr(slot.param.placements), tuple(slot.param.device_mesh.shape))  # type: ignore[attr-defined]
+        for slot in engine.slots
+        if slot.placed
+    ]
+    sizes = [len(replica.group_ranks(name)) for name in replica.names]
+    told = repr((replica.names, sizes, placed)).encode()
+    return f"{replica.size}x{hashlib.sha256(told).hexdigest()[:16]}"
+
+
+def _is_first(engine: Engine) -> bool:
+    """Whether this worker logs what concerns all."""
+    replica = engine.world.inside
+    return engine.world.rank == 0 and (replica is None or replica.place == 0)
+
+
+def _empty_parts(saved: Metadata, where: str, engine: Engine) -> dict[str, torch.Tensor]:
+    """Allocate the parts of all workers that held the same shards, in their saved lengths.
+
+    There are none if replicas divided the model in another way.
+    """
+    found: dict[tuple[str, int], dict[int, Any]] = {}  # by (layout, position), by rank
     for key, described in saved.state_dict_metadata.items():
         match = _PARTS.fullmatch(key)
         if match and isinstance(described, TensorStorageMetadata):
-            found[match[1]] = torch.empty(described.size, dtype=described.properties.dtype)
-    if not found or sorted(map(int, found)) != list(range(len(found))):
+            place = match[3] or "", int(match[2] or 0)
+            found.setdefault(place, {})[int(match[4])] = match[1], described
+    layout, size = next(((each, len(ranks)) for (each, _), ranks in found.items()), ("", 0))
+    inside = int(layout.partition("x")[0] or 1)
+    complete = {(layout, at): {*range(size)} for at in range(min(inside, len(found) + 1))}
+    if not found or {place: {*ranks} for place, ranks in found.items()} != complete:
         raise UsageError(
             f"checkpoint.load({where}): parts of workers are missing in it; it was not "
             "saved from wingbeat.integrations.checkpoint.state()"
         )
-    return found
+    replica = engine.world.inside
+    mine = _layout(engine), 0 if replica is None or replica.size == 1 else replica.place
+    if mine not in found and engine.compression.residuals is not None and _is_first(engine):
+        log.info("%s is of replicas that divide the model in another way: %s", where, _DROPPED)
+    parts = found.get(mine, {})
+    return {
+        key: torch.empty(described.size, dtype=described.properties.dtype)
+        for _, (key, described) in sorted(parts.items())
+    }
 
 
 def _unpacked(data: torch.Tensor) -> dict[str, Any]:
@@ -179,13 +228,14 @@ def _unpacked(data: torch.Tensor) -> dict[str, Any]:
 def save_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
     """Write this worker's residuals, if its strategy keeps any; every worker calls this.
 
-    ``number`` identifies the optimizer in a checkpoint of several.
+    ``number`` identifies the optimizer in a checkpoint of several. Workers that hold different
+    shards write files of different names, each with its place in the replica.
     """
     engine = engine_of(optimizer)
     part = None if engine is None else engine.compression.state_dict()
     if engine is not None and part is not None:
-        _refuse_replicas(engine, "saving residuals")
-        write_part(part, Path(folder), f"residuals_{number}", engine.world.rank, engine.world.size)
+        name = f"{_place(engine, '_')}residuals_{number}"
+        write_part(part, Path(folder), name, engine.world.rank, engine.world.size)
 
 
 def load_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
@@ -196,14 +246,30 @@ def load_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
     engine = engine_of(optimizer)
     if engine is None or engine.compression.residuals is None:
         return
-    _refuse_replicas(engine, "loading residuals")
     refuse_loading(engine, "loading residuals")
-    name = f"residuals_{number}"
+    place, name = _place(engine, "_"), f"residuals_{number}"
+    latest = _latest(Path(folder), name)
+    if latest is not None and latest != _layout(engine):
+        if _is_first(engine):
+            log.info("%s is of replicas that divide the model in another way: %s", folder, _DROPPED)
+        return
+    name = f"{place}{name}"
     parts = read_parts(Path(folder), name, engine.world.rank, engine.world.size)
     if len(parts) == 1:
         engine.compression.load_state_dict(parts[0])
     elif parts:
         optimizer.load_residuals(parts)
+
+
+def _latest(folder: Path, name: str) -> str | None:
+    """Return the end of the names' place of the files that were written last, or None."""
+    pattern = re.compile(rf"wingbeat_(?:\d+_of_({_LAYOUT})_)?{re.escape(name)}_\d+_of_\d+\.pt")
+    found = [
+        (path.stat().st_mtime_ns, match[1] or "")
+        for path in folder.glob(f"wingbeat_*{name}_*.pt")
+        if (match := pattern.fullmatch(path.name))
+    ]
+    return max(found)[1] if found else None
 
 
 def write_part(part: dict[str, Any], folder: Path, name: str, rank: int, size: int) -> None:

@@ -12,8 +12,9 @@ Importing this module also registers the names of all presets, such as ``strateg
 from __future__ import annotations
 
 from wingbeat.integrations.lightning_family import FabricStrategy, fabric_of, register
+from wingbeat.integrations.lightning_mesh import MeshFabricStrategy
 
-__all__ = ["WingbeatStrategy"]
+__all__ = ["WingbeatModelParallelStrategy", "WingbeatStrategy"]
 
 _package = fabric_of("lightning")
 
@@ -22,6 +23,15 @@ class WingbeatStrategy(FabricStrategy, _package.strategies.DDPStrategy):  # type
     """Strategy for ``lightning.fabric.Fabric`` that exchanges gradients with wingbeat.
 
     Arguments and errors are those of `wingbeat.integrations.lightning.WingbeatStrategy`.
+    """
+
+
+class WingbeatModelParallelStrategy(MeshFabricStrategy, _package.strategies.ModelParallelStrategy):  # type: ignore[misc,name-defined]
+    """Strategy for ``lightning.fabric.Fabric`` with sharded models, in place of Fabric's
+    ``ModelParallelStrategy``: FSDP2 and tensor parallelism inside replicas, wingbeat between them.
+
+    The first argument is ``parallelize_fn``, as for ``ModelParallelStrategy``; the others, and
+    errors, are those of `wingbeat.integrations.lightning.WingbeatModelParallelStrategy`.
     """
 
 

@@ -12,8 +12,9 @@ Importing this module also registers the names of all presets, such as ``strateg
 from __future__ import annotations
 
 from wingbeat.integrations.lightning_family import TrainerStrategy, register, trainer_of
+from wingbeat.integrations.lightning_mesh import MeshTrainerStrategy
 
-__all__ = ["WingbeatStrategy"]
+__all__ = ["WingbeatModelParallelStrategy", "WingbeatStrategy"]
 
 _package = trainer_of("lightning")
 
@@ -31,6 +32,27 @@ class WingbeatStrategy(TrainerStrategy, _package.strategies.DDPStrategy):  # typ
 
     Raises:
         UsageError: ``strategy`` is not a strategy, or an option of DDP is not supported.
+    """
+
+
+class WingbeatModelParallelStrategy(MeshTrainerStrategy, _package.strategies.ModelParallelStrategy):  # type: ignore[misc,name-defined]
+    """Strategy for ``lightning.pytorch.Trainer`` with sharded models, in place of Lightning's
+    ``ModelParallelStrategy``: FSDP2 and tensor parallelism inside replicas, wingbeat between them.
+
+    ``configure_model`` parallelises the model as before, over ``self.device_mesh``, which has the
+    dimensions ``"data_parallel"`` and ``"tensor_parallel"`` inside a replica.
+
+    Args:
+        strategy: as for `WingbeatStrategy`.
+        replicas: their number, or "auto": one on each host.
+        data_parallel_size: ranks of a replica for ``fully_shard``, or "auto": all that remain.
+        tensor_parallel_size: ranks of a replica for ``parallelize_module``.
+        interfaces: as for `WingbeatStrategy`.
+        options: ``save_distributed_checkpoint``, ``process_group_backend`` and ``timeout``, as for
+            ``ModelParallelStrategy``.
+
+    Raises:
+        UsageError: another option is given, or the sizes do not multiply to the number of workers.
     """
 
 

@@ -12,14 +12,19 @@ Importing this module also registers the names of all presets, such as ``strateg
 from __future__ import annotations
 
 from wingbeat.integrations.lightning_family import FabricStrategy, fabric_of, register
+from wingbeat.integrations.lightning_mesh import MeshFabricStrategy
 
-__all__ = ["WingbeatStrategy"]
+__all__ = ["WingbeatModelParallelStrategy", "WingbeatStrategy"]
 
 _package = fabric_of("lightning_fabric")
 
 
 class WingbeatStrategy(FabricStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
     """Strategy for ``lightning_fabric.Fabric``; as in `wingbeat.integrations.fabric`."""
+
+
+class WingbeatModelParallelStrategy(MeshFabricStrategy, _package.strategies.ModelParallelStrategy):  # type: ignore[misc,name-defined]
+    """As `wingbeat.integrations.fabric.WingbeatModelParallelStrategy`."""
 
 
 register(_package.strategies.STRATEGY_REGISTRY, WingbeatStrategy)

@@ -76,31 +76,53 @@ _INSIDE = {
 """By package: its modules for the Trainer and for Fabric."""
 
 
+MESH_TRAINER = (
+    *("_reset_optimizers_and_schedulers", "device_mesh", "distributed_sampler_kwargs"),
+    *("load_checkpoint", "num_processes", "save_checkpoint", "setup_environment"),
+)
+"""Further names of ``strategies.ModelParallelStrategy`` for the Trainer."""
+
+MESH_FABRIC = (
+    *("device_mesh", "distributed_sampler_kwargs", "load_checkpoint", "num_processes"),
+    *("save_checkpoint", "setup_environment"),
+)
+"""The same for Fabric."""
+
+MESH_OBJECT = ("_data_parallel_size", "_device_mesh", "_tensor_parallel_size", "num_nodes")
+"""Attributes of the instances of both."""
+
+
 def trainer_of(package: str) -> Any:
     """Return the Trainer's module after a check of its names.
 
     Raises UsageError if the package is missing, too old, or has other names.
     """
-    return _checked(package, 0, "StrategyRegistry", TRAINER, PRECISION)
+    return _checked(package, 0, "StrategyRegistry", TRAINER, PRECISION, MESH_TRAINER)
 
 
 def fabric_of(package: str) -> Any:
     """Return Fabric's module after a check of its names; raises UsageError as `trainer_of`."""
-    return _checked(package, 1, "STRATEGY_REGISTRY", FABRIC, FABRIC_PRECISION)
+    return _checked(package, 1, "STRATEGY_REGISTRY", FABRIC, FABRIC_PRECISION, MESH_FABRIC)
 
 
 def _checked(
-    package: str, inside: int, registry: str, names: Sequence[str], precision: Sequence[str]
+    package: str,
+    inside: int,
+    registry: str,
+    names: Sequence[str],
+    precision: Sequence[str],
+    of_mesh: Sequence[str],
 ) -> Any:
     title = _title(package)
     found: Any = importlib.import_module(_INSIDE[package][inside])
     plugin = importlib.import_module(f"{found.__name__}.plugins.precision").Precision
     check_names(title, {found.strategies.DDPStrategy: names, plugin: precision})
+    check_names(title, {found.strategies.ModelParallelStrategy: of_mesh})
     check_names(title, {type(getattr(found.strategies, registry)): ("register",)})
     return found
 
 
-def _check_object(strategy: Any, names: Sequence[str]) -> None:
+def check_object(strategy: Any, names: Sequence[str]) -> None:
     """Raise UsageError if a strategy object lacks an attribute that is used here."""
     for each in type(strategy).__mro__:
         package = each.__module__.partition(".")[0]
@@ -220,7 +242,13 @@ class WingbeatMixin:
         self.wingbeat_strategy = strategy_of(strategy)
         self._wingbeat_interfaces = interfaces
         self._wingbeat_timeout = seconds(ddp_kwargs)
-        super().__init__(**passed_on(ddp_kwargs))
+        super().__init__(**self._lightning_options(ddp_kwargs))
+
+    def _lightning_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return passed_on(options)
+
+    def _distribute(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        distribute(module, optimizer, self.wingbeat_strategy)
 
     def setup_environment(self) -> None:
         """Start Lightning's process group, then initialise wingbeat in it, unless it was before.
@@ -300,7 +328,7 @@ class TrainerStrategy(WingbeatMixin):
         self._wingbeat_failed = False
         self._wingbeat_stepping = self._wingbeat_moved = False
         super().__init__(strategy, **options)
-        _check_object(self, TRAINER_OBJECT)
+        check_object(self, TRAINER_OBJECT)
 
     # -- before and after -----------------------------------------------------------------
 
@@ -316,7 +344,7 @@ class TrainerStrategy(WingbeatMixin):
         if trainer.state.fn.value == "fit":
             self._wingbeat_failed = False
             optimizer = _first_of(self.lightning_module, self.optimizers)
-            distribute(self.lightning_module, optimizer, self.wingbeat_strategy)
+            self._distribute(self.lightning_module, optimizer)
             self._wingbeat_optimizer = optimizer
             self._after_distribution()
             _clip_through_optimizer(self.precision_plugin)
@@ -349,7 +377,7 @@ class TrainerStrategy(WingbeatMixin):
         before = optimizer.state_dict().get(EXTRA)
         release(module, optimizer)
         what()
-        distribute(module, optimizer, self.wingbeat_strategy)
+        self._distribute(module, optimizer)
         if before:
             state = optimizer.state_dict()
             state[EXTRA] = _merged(state.get(EXTRA) or {}, before)
@@ -555,7 +583,7 @@ class FabricStrategy(WingbeatMixin):
     def __init__(self, strategy: Any = None, **options: Any) -> None:
         self._wingbeat_alone: list[_ModelAlone] = []
         super().__init__(strategy, **options)
-        _check_object(self, FABRIC_OBJECT)
+        check_object(self, FABRIC_OBJECT)
         self._backward_sync_control = _NoSync()
 
     # -- setting up -----------------------------------------------------------------------
@@ -564,7 +592,7 @@ class FabricStrategy(WingbeatMixin):
         self, module: torch.nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[torch.nn.Module, list[Any], Any]:
         """Distribute a model with the first of its optimizers; the others are not distributed."""
-        distribute(module, optimizers[0], self.wingbeat_strategy)
+        self._distribute(module, optimizers[0])
         return module, optimizers, scheduler
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -572,6 +600,9 @@ class FabricStrategy(WingbeatMixin):
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor.detach(), 0)
+        return self._refuse_training_alone(module)
+
+    def _refuse_training_alone(self, module: torch.nn.Module) -> torch.nn.Module:
         if any(param.requires_grad for param in module.parameters()):
             self._wingbeat_alone.append(_ModelAlone(module))
         return module
@@ -589,7 +620,7 @@ class FabricStrategy(WingbeatMixin):
                 continue
             if engine_of(module) is None:
                 alone.hook.remove()
-                distribute(module, optimizer, self.wingbeat_strategy)
+                self._distribute(module, optimizer)
             return optimizer
         raise UsageError(
             f"fabric.setup_optimizers({type(optimizer).__name__}): no model of its parameters was "

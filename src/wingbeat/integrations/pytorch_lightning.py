@@ -12,14 +12,19 @@ Importing this module also registers the names of all presets, such as ``strateg
 from __future__ import annotations
 
 from wingbeat.integrations.lightning_family import TrainerStrategy, register, trainer_of
+from wingbeat.integrations.lightning_mesh import MeshTrainerStrategy
 
-__all__ = ["WingbeatStrategy"]
+__all__ = ["WingbeatModelParallelStrategy", "WingbeatStrategy"]
 
 _package = trainer_of("pytorch_lightning")
 
 
 class WingbeatStrategy(TrainerStrategy, _package.strategies.DDPStrategy):  # type: ignore[misc,name-defined]
     """Strategy for ``pytorch_lightning.Trainer``; as in `wingbeat.integrations.lightning`."""
+
+
+class WingbeatModelParallelStrategy(MeshTrainerStrategy, _package.strategies.ModelParallelStrategy):  # type: ignore[misc,name-defined]
+    """As `wingbeat.integrations.lightning.WingbeatModelParallelStrategy`."""
 
 
 register(_package.strategies.StrategyRegistry, WingbeatStrategy)

@@ -20,7 +20,7 @@ from wingbeat.engine.api import release, synchronize, unwrapped
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations import check_names, library
-from wingbeat.integrations.accelerate import prepare
+from wingbeat.integrations.accelerate import prepare, refuse_fsdp
 from wingbeat.integrations.checkpoint import load_residuals, save_residuals
 from wingbeat.strategies import DeAR, Strategy
 
@@ -185,9 +185,10 @@ def _refuse_setup(trainer: Any) -> None:
             f"{kind}: one process with {args.n_gpu} GPUs would train by torch.nn.DataParallel; "
             "start a process for each GPU by torchrun or accelerate launch"
         )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(trainer, f"is_{name}_enabled", False):
-            raise UsageError(
-                f"{kind}: TrainingArguments(...) has {name} set, which divides models in a way of "
-                "its own; leave it out, or use transformers.Trainer"
-            )
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        raise UsageError(
+            f"{kind}: TrainingArguments(...) has deepspeed set, which divides models in a way of "
+            "its own; leave it out, or use transformers.Trainer"
+        )
+    if getattr(trainer, "is_fsdp_enabled", False):
+        refuse_fsdp(trainer.accelerator)

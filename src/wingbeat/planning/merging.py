@@ -391,10 +391,11 @@ class LayerMerging:
                     for each in merge.candidates(rule, workload, found.costs())
                 ]
             except Exception as err:
-                mine = f"rank 0 could not merge layers: {type(err).__name__}: {err}"
+                first = self._world.ranks[0]
+                mine = f"rank {first} could not merge layers: {type(err).__name__}: {err}"
         answer = self._world.exchange("merged layers", mine)[0]
         if isinstance(answer, str):
-            raise PeerError(f"rank {rank}: {answer}")
+            raise PeerError(f"rank {self._world.ranks[rank]}: {answer}")
         self._candidates = checked_plans(answer, workload, rank)
         self.probe = found
         self._follow(self._candidates[0])

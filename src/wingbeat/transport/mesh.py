@@ -110,6 +110,16 @@ def describe(mesh: Any, across: str | None) -> dict[str, Any]:
     }
 
 
+def check_device(kind: str) -> None:
+    """Raise a `UsageError` for a mesh of devices of a kind that is not supported."""
+    if kind != "cpu":
+        raise UsageError(
+            f"distribute(mesh=...): a mesh of {kind!r} devices is not supported yet: updates are "
+            "not ordered with the streams of fully_shard(); use fully_shard() with the whole mesh, "
+            "without distribute()"
+        )
+
+
 _TITLES = {"shape": "shape", "names": "dimensions", "device": "device type", "ranks": "ranks"}
 
 
@@ -173,12 +183,7 @@ def _check_mesh(job: World, told: dict[str, Any], across: str | None) -> None:
             f"{of_torch - first} of torch's default group: start both from the same variables RANK "
             "and WORLD_SIZE"
         )
-    if told["device"] != "cpu":
-        raise UsageError(
-            f"distribute(mesh=...): a mesh of {told['device']!r} devices is not supported yet: "
-            "updates are not ordered with the streams of fully_shard(); use fully_shard() with the "
-            "whole mesh, without distribute()"
-        )
+    check_device(told["device"])
 
 
 def column_of(job: World, mesh: Any, across: str | None) -> World:

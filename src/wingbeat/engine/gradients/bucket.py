@@ -324,7 +324,9 @@ class StepCounter:
     """
 
     def __init__(self, rank: int, ranks: Sequence[int] = ()) -> None:
-        self.rank, self._ranks = rank, ranks
+        """``ranks``: of all workers in the job, by which errors name them; empty: the same."""
+        self.rank = rank
+        self._ranks = ranks
         self.count = 0
         self.diverged = False
 
@@ -334,8 +336,9 @@ class StepCounter:
             return
         for rank, count in enumerate(counts):
             if count not in range(COUNT_MODULUS + 1):
+                me, peer = self._name(self.rank), self._name(rank)
                 raise PeerError(
-                    f"rank {self.rank}: rank {rank} sent {count!r} where its number of steps was "
+                    f"rank {me}: rank {peer} sent {count!r} where its number of steps was "
                     f"due, 0 to {COUNT_MODULUS}; all workers have to run the same wingbeat"
                 )
         # The number of steps nearest to this worker's.
@@ -351,13 +354,15 @@ class StepCounter:
     def differ(self, steps: Mapping[int, int]) -> NoReturn:
         """Raise a `UsageError` that names every rank's number of steps."""
         self.diverged = True
-        if self._ranks:
-            steps = {self._ranks[worker]: count for worker, count in steps.items()}
+        listed = _listed({self._name(rank): count for rank, count in steps.items()})
         raise UsageError(
-            f"the workers have made different numbers of optimizer steps ({_listed(steps)}), so "
+            f"the workers have made different numbers of optimizer steps ({listed}), so "
             "their weights are no longer the same: after each backward call optimizer.step() on "
             "all ranks or on none; to skip a batch, decide so on all ranks alike"
         )
+
+    def _name(self, rank: int) -> int:
+        return self._ranks[rank] if self._ranks else rank
 
 
 def _listed(steps: Mapping[int, int]) -> str:

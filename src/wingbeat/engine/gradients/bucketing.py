@@ -125,8 +125,9 @@ class Bucketing:
             if sorted([*observed, *unused]) != list(range(len(self.slots))):
                 raise ValueError
         except (TypeError, ValueError):
+            ranks = self._world.ranks
             raise PeerError(
-                f"rank {self._world.rank}: rank 0 sent a malformed parameter order"
+                f"rank {ranks[self._world.rank]}: rank {ranks[0]} sent a malformed parameter order"
             ) from None
         self.ready_order = [*observed, *unused]
         self._unused = unused

@@ -23,6 +23,14 @@ def is_placed(tensor: Any) -> bool:
     return getattr(tensor, "placements", None) is not None
 
 
+def divides(placement: Any) -> bool:
+    """Whether a placement gives ranks different parts of a tensor.
+
+    FSDP2 over tensor parallelism divides by strided shards, which ``is_shard()`` does not count.
+    """
+    return bool(placement.is_shard()) or type(placement).__name__ == "_StridedShard"
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a `DTensor` that this rank holds; any other tensor itself."""
     if not is_placed(tensor):
@@ -171,7 +179,7 @@ def copies(param: torch.Tensor, replica: Replica) -> int:
     if is_placed(param):
         placed: Any = param
         sizes = zip(placed.placements, placed.device_mesh.mesh.shape, strict=True)
-        shards = math.prod(size for placement, size in sizes if placement.is_shard())
+        shards = math.prod(size for placement, size in sizes if divides(placement))
     return replica.size // shards
 
 
@@ -283,7 +291,7 @@ def _is_sharded_over(param: torch.Tensor, dim: str, replica: Replica) -> bool:
     group = set(replica.group_ranks(dim))
     mesh = replica.mesh_ranks(placed.device_mesh)
     for axis, placement in enumerate(placed.placements):
-        if placement.is_shard():
+        if divides(placement):
             rows = mesh.movedim(axis, -1).reshape(-1, mesh.shape[axis]).tolist()
             if any(len(group.intersection(row)) > 1 for row in rows):
                 return True

@@ -1,0 +1,90 @@
+"""Trainers with sharded models, and wingbeat between replicas, against the trainers' own HSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.amounts import slow_except
+from helpers.pool import Pool
+from helpers.refusals import assert_said
+from integrations import mesh_cases as cases
+
+PoolOf = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("name", slow_except(["clipped", "bf16-mixed"], cases.TRAINED))
+def test_lightning_trains_the_weights_of_its_hsdp(name: str, pool_of: PoolOf) -> None:
+    pool_of(4).run(cases.as_hsdp, name, deadline=150.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "distributed"),
+    [
+        ("sketch", True),
+        pytest.param("dear", True, marks=pytest.mark.slow),
+        ("dear", False),
+    ],
+)
+def test_lightning_continues_from_its_checkpoint(
+    kind: str, distributed: bool, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    pool_of(4).run(cases.resumed, kind, str(tmp_path), distributed, deadline=150.0)
+
+
+@pytest.mark.parametrize(
+    "clip", [{"max_norm": 0.1}, pytest.param({"clip_val": 0.01}, marks=pytest.mark.slow)]
+)
+def test_fabric_trains_the_weights_of_its_hsdp(
+    clip: dict[str, float], pool_of: PoolOf, tmp_path: Path
+) -> None:
+    pool_of(4).run(cases.fabric_as_hsdp, clip, str(tmp_path), deadline=150.0)
+
+
+def test_lightning_refuses_wrong_sizes_and_options_in_one_line(pool_of: PoolOf) -> None:
+    wanted = [
+        "unknown option of WingbeatModelParallelStrategy 'process_group'",
+        "3 replicas x data_parallel_size 1 x tensor_parallel_size 1 are not the 4 workers",
+        "replicas='all'",
+        "tensor_parallel_size=0): give positive whole numbers",
+        "all 4 workers are one replica, so there is nothing to exchange: give replicas=2",
+        "call model = fabric.setup(model) first",
+        "LocalSGD() is not possible for replicas of 2 ranks",
+    ]
+    for said in pool_of(4).run(cases.lightning_refusals, deadline=150.0):
+        assert_said(said, wanted)
+
+
+@pytest.mark.parametrize("name", slow_except(["accumulated"], cases.ACCELERATED))
+def test_accelerate_trains_the_weights_of_its_hsdp(
+    name: str, pool_of: PoolOf, tmp_path: Path
+) -> None:
+    """And continues from its checkpoints."""
+    pool_of(4).run(cases.accelerate_as_hsdp, name, str(tmp_path), deadline=150.0)
+
+
+@pytest.mark.slow
+def test_hf_trainer_trains_the_weights_of_its_hsdp(pool_of: PoolOf, tmp_path: Path) -> None:
+    pool_of(4).run(cases.hf_as_hsdp, str(tmp_path), deadline=150.0)
+
+
+def test_accelerate_trains_shards_of_the_user_and_does_not_save_them(
+    pool_of: PoolOf, tmp_path: Path
+) -> None:
+    wanted = [f"{what}: Accelerate saves rank 0's shards only" for what in ("save", "load")]
+    for said in pool_of(4).run(cases.own_shards, str(tmp_path), deadline=150.0):
+        assert_said(said, [each.replace(":", "_state():") for each in wanted])
+
+
+def test_accelerate_refuses_other_kinds_of_shards_in_one_line(pool_of: PoolOf) -> None:
+    wanted = [
+        "there are no replicas between which wingbeat could exchange",
+        "FSDP of version 1",
+        "Accelerate shards this model, on the mesh of its parallelism_config: leave mesh out",
+        "its parallelism_config has cp_enabled",
+        "a mesh of 'cuda' devices is not supported yet",
+    ]
+    for said in pool_of(4).run(cases.accelerate_refusals, deadline=150.0):
+        assert_said(said, wanted)
