@@ -29,6 +29,8 @@ from wingbeat.methods.model_averaging.generator import (
     MESSAGES,
     Added,
     Done,
+    Fetched,
+    FetchState,
     Keepalive,
     Lost,
     Reason,
@@ -331,6 +333,27 @@ def test_silent_worker_has_no_average_until_it_fetches_a_state() -> None:
     box.messages.append(sent(SendState(0, 1, 3)))
     assert one.fetch_state(lambda giver, meeting, lives: (giver, meeting)) == (0, 3)
     assert not one.stale
+    assert box.posted[1:] == [FetchState(-1, join=False), Fetched()]
+
+
+def test_state_is_sent_in_the_next_step_if_the_request_arrives_during_a_fetch() -> None:
+    """Ranks of a replica send it at the same time: before the fetched state, or after it."""
+    box = FakeMailbox(sent(SendState(1, 2, 4)), sent(SendState(0, 1, 3)))
+    one = client(box)
+    served: list[tuple[int, int]] = []
+    one.on_fetch = lambda *each: served.append(each)
+
+    def receive(giver: int, meeting: int, lives: Callable[[], bool]) -> str:
+        box.arrived.append(sent(SendState(1, 3, 6)))
+        assert lives()
+        assert not served
+        return "a state"
+
+    assert one.fetch_state(receive) == "a state"
+    assert not served
+    box.messages.append(run_message(9, 0, (1,), 1))
+    one.step(FunctionReducer(lambda run, alive: None))
+    assert served == [(2, 4), (3, 6)]
 
 
 @pytest.mark.parametrize("missed", [0, 1])

@@ -15,6 +15,7 @@ from wingbeat.methods.model_averaging.generator import (
     MESSAGES,
     Added,
     Done,
+    Fetched,
     FetchState,
     Generator,
     Keepalive,
@@ -171,6 +172,7 @@ def test_silent_worker_receives_what_it_missed_and_returns_with_a_state() -> Non
     assert (type(out), *out[:3]) == (Removed, 2, 2, Reason.SILENT)
     rig.send(2, FetchState(-1, join=False))
     assert [type(message) for message in rig.received(2)] == [SendState]
+    rig.send(2, Fetched())
     rig.received(0)
     rig.received(1)
     rig.send(2, Request())
@@ -564,6 +566,7 @@ def test_excluded_worker_that_copies_state_fetches_before_it_is_active() -> None
     for worker in (0, 1):
         rig.send(worker, Done(again.number, again.epoch))
     rig.send(2, FetchState(-1, join=True))
+    rig.send(2, Fetched())
     assert 2 in rig.generator
     for worker in range(3):
         rig.send(worker, Request(copies_state=True))
@@ -659,6 +662,26 @@ def test_waiting_worker_sends_its_state_unless_it_was_lost_before() -> None:
     assert rig.received(2)[-1][:2] == (2, 2), "nobody could"
 
 
+def test_worker_that_copies_a_state_sends_none_before_it_has_it() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    for worker in (1, 2):
+        rig.box.left.add(worker)
+        restart(rig, worker, object())
+        rig.send(worker, FetchState(-1, join=True))
+        assert rig.received(worker)[-1][:2] == (0, worker)
+    rig.send(2, FetchState(0, join=True))
+    assert rig.received(2)[-1][:2] == (0, 2), "worker 1 has no state yet"
+    rig.box.lost[0] = "has been silent"
+    rig.advance(1.0)
+    rig.send(2, FetchState(0, join=True))
+    assert rig.received(2)[-1][:2] == (2, 2), "no worker has a state"
+    assert SendState not in [type(each) for each in rig.received(1)[1:]]
+    rig.send(1, Fetched())
+    rig.send(2, FetchState(0, join=True))
+    assert rig.received(2)[-1][:2] == (1, 2)
+
+
 def test_excluded_worker_sends_no_state_while_another_can() -> None:
     rig = Rig()
     rig.round(0, 1, 2)
@@ -676,7 +699,8 @@ def test_excluded_worker_sends_no_state_while_another_can() -> None:
     for worker in range(3):
         rig.send(worker, Done(run.number, run.epoch))
     rig.send(0, FetchState(-1, join=False))
-    rig.send(0, Request())  # it has the others' state by now
+    rig.send(0, Fetched())
+    rig.send(0, Request())
     rig.received(0)
     rig.send(1, FetchState(-1, join=False))
     assert (SendState, (0, 1)) in [(type(message), message[:2]) for message in rig.received(0)]

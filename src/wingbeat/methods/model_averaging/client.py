@@ -22,6 +22,7 @@ from wingbeat.methods.model_averaging.generator import (
     MESSAGES,
     Added,
     Done,
+    Fetched,
     FetchState,
     Keepalive,
     Lost,
@@ -595,6 +596,8 @@ class Client:
         self._requests = self._waiting_since = 0
         self._inactive: dict[int, Reason] = {}
         self._missed = False  # whether others have synchronized without this worker
+        self._fetching = False
+        self._unserved: list[SendState] = []  # requests that arrived while it had no state to send
         self._members: tuple[int, ...] = ()  # of the last group
         self._static: StaticClient | None = None
         self.fallback: str | None = None
@@ -659,12 +662,15 @@ class Client:
         """
         self._joins, self.excluded, self.stale, self._missed = join, False, False, False
         lost, deadline = -1, time.monotonic() + self._timeout
+        self._fetching = True
         try:
             while True:
                 self._connection.send(FetchState(lost, join))
                 sender, connection = self._await_sender(deadline)
                 state = receive(sender, connection, functools.partial(self._is_active, sender))
                 if state is not None:
+                    with contextlib.suppress(GeneratorLost):
+                        self._connection.send(Fetched())
                     return state
                 lost = sender
         except GeneratorLost as error:
@@ -672,6 +678,8 @@ class Client:
                 f"{self._me}: cannot find a peer to copy training state from: the group "
                 f"generator is unreachable: {error}"
             ) from None
+        finally:
+            self._fetching = False
 
     def _await_sender(self, deadline: float) -> tuple[int, int]:
         while True:
@@ -709,6 +717,8 @@ class Client:
                 if self._inactive.pop(worker, None) is not None:
                     self.on_back(worker)
                     stream.happened("joined", (worker,))
+            case SendState(self._worker) if self._fetching:
+                self._unserved.append(message)
             case SendState(self._worker, receiver, connection):
                 self.on_fetch(receiver, connection)
             case Keepalive():
@@ -768,6 +778,8 @@ class Client:
         self._synchronizes = synchronize
         try:
             self._request()
+            while self._unserved:
+                self.on_fetch(*self._unserved.pop(0)[1:])
             self._average_while_waiting(reducer)
         except GeneratorLost as error:
             self._fall_back(str(error), reducer)

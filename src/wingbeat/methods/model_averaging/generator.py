@@ -517,6 +517,10 @@ class FetchState(NamedTuple):
     join: bool
 
 
+class Fetched(NamedTuple):
+    """Worker: has the state that it requested."""
+
+
 class SendState(NamedTuple):
     """Generator, to both workers: one sends its state to the other.
 
@@ -534,6 +538,6 @@ class SendState(NamedTuple):
 MESSAGES = Messages(
     {
         1: Request, 2: Done, 3: Lost, 4: Synchronize, 5: Keepalive, 6: RunMessage, 7: Removed,
-        8: Added, 9: Refused, 10: FetchState, 11: SendState,
+        8: Added, 9: Refused, 10: FetchState, 11: SendState, 12: Fetched,
     }
 )  # fmt: skip

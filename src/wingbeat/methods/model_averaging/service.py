@@ -17,6 +17,7 @@ from wingbeat.methods.model_averaging.generator import (
     MESSAGES,
     Added,
     Done,
+    Fetched,
     FetchState,
     Generator,
     Keepalive,
@@ -130,7 +131,7 @@ class _Worker:
     behind: bool = False  # groups have continued without it
     missed: bool = False  # others have synchronized without it
     probed: bool = False
-    fetching: bool = False
+    fetching: bool = False  # has no complete state to send
     synchronizing: bool = False  # the group of all workers is not done
 
 
@@ -215,6 +216,11 @@ class GroupService(Actor):
                 self._handle_fetch(worker, now, join=join)
                 self._find_sender(worker, lost)
                 return []
+            case Fetched():
+                state = self._workers[worker]
+                if state.fetching:  # groups have not continued without it since
+                    state.fetching = state.behind = state.stale = state.missed = False
+                return []
             case Keepalive():
                 return []
         raise ProtocolError(f"{type(message).__name__} was sent by a worker")
@@ -229,8 +235,6 @@ class GroupService(Actor):
         """
         generator, state = self._generator, self._workers[worker]
         state.requests += 1
-        if state.fetching:  # it has a peer's state by now
-            state.fetching = state.behind = state.stale = state.missed = False
         must_fetch = state.stale or (copies_state and state.behind)
         if must_fetch and not synchronize and self._others(worker):
             self._send_removed(worker, worker)
@@ -303,13 +307,17 @@ class GroupService(Actor):
                     break  # The others run the next epoch.
 
     def _find_sender(self, receiver: int, lost: int) -> None:
-        """Let an active worker send its state to ``receiver``; ``lost`` only without any other."""
+        """Let an active worker send its state to ``receiver``; ``lost`` only without any other.
+
+        A worker that copies a state itself has none to send.
+        """
 
         def rank(worker: int) -> tuple[bool, ...]:
             waits = self._generator.is_waiting(worker)
             return worker == lost, self._workers[worker].behind, not waits
 
-        for sender in sorted(self._others(receiver), key=rank):
+        others = [each for each in self._others(receiver) if not self._workers[each].fetching]
+        for sender in sorted(others, key=rank):
             message = SendState(sender, receiver, self._connections.new_id())
             if self._send(sender, message):
                 self._send(receiver, message)
