@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from wingbeat.codecs import Coding
+from wingbeat.codecs.codec import Codec, SketchCodec
+from wingbeat.codecs.coding import Region
+from wingbeat.codecs.topk import TopKCodec
 from wingbeat.collectives import Collectives
 from wingbeat.methods.model_averaging import group_all_reduce
 from wingbeat.methods.model_averaging.client import ABANDONED, Arrival
@@ -18,6 +22,7 @@ from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, Mo
 from wingbeat.methods.model_averaging.service import ConnectionCache
 from wingbeat.transport import failures, loopback
 from wingbeat.transport.world import World
+from wingbeat.types import Span
 
 NUMEL = 1001
 
@@ -54,6 +59,22 @@ def test_average_gives_members_the_mean_and_leaves_others_unchanged() -> None:
         loopback.run(loopback.worlds(4), body)
         == [pytest.approx(5 / 3), 1.0] + [pytest.approx(5 / 3)] * 2
     )
+
+
+@pytest.mark.parametrize("codec", [None, TopKCodec(0.1), SketchCodec(8)], ids=str)
+def test_empty_part_of_a_column_has_its_average_at_once(codec: Codec | None) -> None:
+    """The other rank of the group never calls; the part before it is not empty."""
+    world = loopback.worlds(2)[0]
+    coding = None if codec is None else Coding([Region(Span(0, NUMEL), codec)])
+    buffer = filled(2.0)
+    reducer = GroupAllReduce(
+        world, buffer, ModelCompression(coding, gathers=isinstance(codec, TopKCodec))
+    )
+    reducer.part = Span(7, 7)
+    assert reducer.average(run(0, 0, 1), 1, alive) is None
+    assert (reducer.members, reducer.completed) == ((0, 1), 1)
+    assert torch.equal(buffer, filled(2.0))
+    reducer.close()
 
 
 @pytest.mark.parametrize("wire", [None, torch.bfloat16])

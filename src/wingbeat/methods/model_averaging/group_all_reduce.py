@@ -156,7 +156,13 @@ class GroupAllReduce:
         return lost
 
     def attempt(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
-        """As `average`, without replacing the buffer: `apply` does."""
+        """As `average`, without replacing the buffer: `apply` does.
+
+        An empty part, of a rank that holds none of the parameters, has its average at once.
+        """
+        if not self.part:
+            self.members, self._begun_ns = run.members, 0
+            return None
         if connection not in self._open:
             group = Group(run.members, epoch=self._first + connection)
             inner = self._world.open_group(group)
