@@ -38,6 +38,7 @@ class FakeChannel:
 
     def __init__(self, rank: int, size: int, boxes: list[queue.Queue[Any]]) -> None:
         self.rank, self.leader, self.timeout, self.error = rank, 0, 20.0, None
+        self.replica = 9
         self.peers = tuple(range(1, size)) if rank == 0 else (0,)
         self._boxes, self._front = boxes, []
 
@@ -181,6 +182,15 @@ def test_all_ranks_replace_their_buffers_or_none(seed: int) -> None:
             assert not lost or (number, result) in fake.causes
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_member_lost_in_one_column_is_the_cause_before_the_replica_itself(first: int) -> None:
+    plans = [[(1, 0.0)], [(1, 0.0)]]
+    plans[first] = [(FakeChannel(0, 2, []).replica, 0.0)]
+    client, fakes = run_together(plans, set())
+    assert client.found == [1]
+    assert all((0, 1) in fake.causes for fake in fakes)
+
+
 @pytest.mark.parametrize("losing", [0, 1, 2])
 def test_state_that_one_rank_did_not_receive_is_received_by_none(losing: int) -> None:
     boxes: list[queue.Queue[Any]] = [queue.Queue() for _ in range(3)]
@@ -302,6 +312,9 @@ def test_different_calls_of_ranks_of_one_replica_are_refused() -> None:
         try:
             session.synchronize() if wrong else session.step()
         except (UsageError, PeerError) as error:
+            for call in (session.step, session.synchronize):
+                with pytest.raises(PeerError, match=r"an earlier call .* failed \((Usage|Peer)Err"):
+                    call()
             return str(error)
         finally:
             session.close()
@@ -313,6 +326,26 @@ def test_different_calls_of_ranks_of_one_replica_are_refused() -> None:
         "model, in a step: all ranks of a replica must make the same calls"
     )
     assert "rank 2: rank 3, which holds the same replica of the model, failed: " in found[2]
+
+
+def test_leader_without_a_generator_tells_its_followers_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def connect(self: GroupSession, *_: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(GroupSession, "_generators_client", connect)
+
+    def body(world: World) -> str:
+        begun = time.monotonic()
+        with pytest.raises((OSError, PeerError)) as error:
+            GroupSession(world, torch.zeros(8), Rules()).step()
+        assert time.monotonic() - begun < 10.0
+        return str(error.value)
+
+    found = loopback.run(columns(2, 2), body)
+    assert found[0] == found[2] == "no more processes"
+    assert all("failed: OSError: no more processes" in found[rank] for rank in (1, 3))
 
 
 def test_state_of_another_replica_comes_from_the_same_column() -> None:

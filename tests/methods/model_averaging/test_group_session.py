@@ -11,10 +11,11 @@ import torch
 from helpers.returning import again, dies
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.methods.model_averaging import group_averager
-from wingbeat.methods.model_averaging.group_averager import GroupSession
+from wingbeat.methods.model_averaging.group_averager import GroupSession, receive_state
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
+from wingbeat.types import Group
 
 
 def services() -> list[str]:
@@ -202,3 +203,25 @@ def test_fetch_state_asks_another_peer_when_the_sender_is_lost(
 
     *_, giver = loopback.run(loopback.worlds(3), body)
     assert giver == 1 - lost[0]
+
+
+def test_failing_receiver_of_a_state_leaves_no_thread_and_no_group() -> None:
+    """Another rank of the replica is lost meanwhile, or the generator sends what is malformed."""
+    over = threading.Event()
+
+    def body(world: World) -> bool:
+        if world.rank == 1:
+            with world.open_group(Group((0, 1), epoch=3)):
+                assert over.wait(15.0)
+            return True
+
+        def is_active() -> bool:
+            raise PeerError("rank 0: rank 4, which holds the same replica")
+
+        with pytest.raises(PeerError, match="rank 4"):
+            receive_state(world, 1, 3, 100, is_active)
+        alive = [each for each in threading.enumerate() if each.name == "wingbeat-receive-state"]
+        over.set()
+        return not alive
+
+    assert loopback.run(loopback.worlds(2), body) == [True, True]

@@ -196,6 +196,7 @@ class Channel:
     Attributes:
         rank: of this process in the job.
         leader: the rank of the replica's leader.
+        replica: its number.
         peers: the ranks with which it exchanges messages: the leader with all, the others with it.
         timeout: of `init`, in seconds.
         error: the last failure of a peer that was raised.
@@ -208,6 +209,7 @@ class Channel:
         replica = world.inside
         assert replica is not None, "a world without a mesh has no ranks inside"
         self.rank, self.leader = world.ranks[world.rank], replica.leader
+        self.replica = replica.number
         followers = tuple(rank for rank in replica.ranks if rank != self.leader)
         self.peers = followers if self.rank == self.leader else (self.leader,)
         self.timeout, self._replicas = world.timeout, world.size
@@ -256,7 +258,8 @@ class Channel:
     def next(self, seconds: float) -> tuple[int, Any] | None:
         """Return the next message with its sender; None if none arrives in ``seconds``.
 
-        Raises PeerError if a peer has failed, or has sent what is not allowed. It is then `error`.
+        Raises PeerError if a peer has failed, which is then `error`, or has sent what is not
+        allowed.
         """
         deadline = time.monotonic() + seconds
         while not self._received:
@@ -323,6 +326,15 @@ class Channel:
         return self.error
 
 
+def _check(channel: Channel, failed: str) -> None:
+    """Refuse a call after one that has failed: ranks may not be in the same state any more."""
+    if failed:
+        raise PeerError(
+            f"rank {channel.rank}: an earlier call of wingbeat has failed ({failed}), and the "
+            "ranks of this replica may differ since: start it again"
+        )
+
+
 def _told(raised: Raised) -> str:
     text = bytes(raised.error[:MAX_ERROR_CHARS]).decode(errors="replace")
     return f"failed: {printable(text)}"
@@ -375,20 +387,23 @@ class Leader:
 
     def __init__(self, channel: Channel, reducer: Attempts) -> None:
         self._channel, self._reducer = channel, reducer
+        self._failed = ""
         self._results: dict[int, int] = {}  # of the average that runs, in the order of arrival
 
     @contextlib.contextmanager
     def call(self, call: Call, client: Flags) -> Iterator[None]:
-        """Lead the others through a call of this rank's client."""
-        self._channel.tell(Begin(call))
+        """Lead the others through a call of this rank's client. None follows one that fails."""
+        _check(self._channel, self._failed)
         try:
+            self._channel.tell(Begin(call))
             yield
+            lost = tuple(sorted(client.lost_peers))
+            alone = client.fallback is not None
+            self._channel.tell(End(client.excluded, client.must_fetch, alone, lost))
         except BaseException as error:
+            self._failed = describe_error(error)
             self._channel.tell_error(error)
             raise
-        lost = tuple(sorted(client.lost_peers))
-        alone = client.fallback is not None
-        self._channel.tell(End(client.excluded, client.must_fetch, alone, lost))
 
     def watch(self) -> None:
         """Raise a PeerError if another rank has failed."""
@@ -464,10 +479,13 @@ class Leader:
         return SUCCESS if cause is None else cause
 
     def _cause(self) -> int | None:
-        """Return the first result that is a lost member, or any that is no success."""
+        """Return the first result that is a lost member, or any that is no success.
+
+        This replica itself, if no other: a column takes itself for lost when the others close it.
+        """
         failed = [result for result in self._results.values() if result != SUCCESS]
-        lost = [result for result in failed if result != ABANDONED]
-        return next(iter([*lost, *failed]), None)
+        failed.sort(key=lambda result: (result == ABANDONED, result == self._channel.replica))
+        return next(iter(failed), None)
 
     def _read(self, seconds: float) -> None:
         found = self._channel.next(seconds)
@@ -503,6 +521,7 @@ class Follower:
 
     def __init__(self, channel: Channel, reducer: Attempts) -> None:
         self._channel, self._reducer = channel, reducer
+        self._failed = ""
         self.fallback: str | None = None
         self.excluded = self.must_fetch = self.copies_state = False
         self.lost_peers: set[int] = set()
@@ -535,6 +554,7 @@ class Follower:
         receive: Callable[[int, int, Callable[[], bool]], State | None] | None = None,
     ) -> State | None:
         channel, state = self._channel, None
+        _check(channel, self._failed)
         try:
             self._begin(call)
             while not isinstance(message := self._await(), End):
@@ -552,6 +572,7 @@ class Follower:
                     case _:
                         raise channel.violation(channel.leader, f"{message!r:.80}")
         except BaseException as error:
+            self._failed = describe_error(error)
             if error is not channel.error:
                 channel.tell_error(error)
             raise

@@ -116,13 +116,17 @@ def receive_state(
     inner = world.open_group(Group((world.rank, sender), epoch=connection))
     receiver, begun = _StateReceiver(inner, limit), time.monotonic()
     receiver.start()
-    while receiver.is_alive():
-        receiver.join(_CHECK_S)
-        if not is_active():
+    try:
+        while receiver.is_alive():
+            receiver.join(_CHECK_S)
+            if not is_active():
+                break
+    finally:
+        if receiver.is_alive():
             for link in inner.links:
                 link.close()
             receiver.join()
-    inner.close()
+        inner.close()
     name = f"rank {world.ranks[world.rank]}: rank {world.ranks[sender]}"
     if receiver.state is None:
         _log.warning(
@@ -197,10 +201,16 @@ class GroupSession:
                 self.client.on_fetch = self._send_state
                 return
             self._leader = Leader(self._channel, self.reducer)
-        if rules is None:
-            self.client = self._static_client(room)
-        else:
-            self.client = self._generators_client(room, rules, seed, encrypted)
+        try:
+            if rules is None:
+                self.client = self._static_client(room)
+            else:
+                self.client = self._generators_client(room, rules, seed, encrypted)
+        except BaseException as error:
+            if self._channel is not None:
+                self._channel.tell_error(error)
+                self._channel.close(quick=False)
+            raise
 
     def _static_client(self, room: str) -> StaticClient:
         world = self._world
