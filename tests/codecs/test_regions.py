@@ -98,6 +98,15 @@ def test_a_group_of_bits_in_low_rank_keeps_the_rank_and_all_else() -> None:
     ]
 
 
+def test_parameters_named_dense_are_encoded_by_no_codec() -> None:
+    for wire in (Sketch(bits=2), LowRank(rank=2, bits=4), TopK(warmup=0), Sketch(groups={"b*": 4})):
+        found = list(regions(wire, PARAMETERS, dense={"a.bias", "b.weight"}))
+        dense = [each for each in found if each.codec == Dense()]
+        assert dense[0] == Region(span(1, 3), Dense())
+        assert found[0].span == span(0, 1)
+        assert [each for each in found if each.codec == Dense()] == dense[:1]
+
+
 def test_all_elements_are_in_one_region_whatever_the_groups() -> None:
     for wire in (Sketch(), LowRank(groups={"c*": "fp16"}), Sketch(groups={"*": "fp32"}), TopK()):
         found = list(regions(wire, PARAMETERS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -220,20 +220,26 @@ levels, or factors if it is a matrix (Canary, section 4.3.1, case 1).
 
 
 def regions(
-    wire: Coded, parameters: Sequence[tuple[str, Sequence[int]]], step: int = 0
+    wire: Coded,
+    parameters: Sequence[tuple[str, Sequence[int]]],
+    step: int = 0,
+    dense: Collection[str] = (),
 ) -> Iterator[Region]:
     """Yield large gradients as separate regions if their codec benefits, and others in runs.
 
     ``parameters`` has the name and shape of each, in the order of the gradients. Adjacent
-    parameters with equal codecs form a run. ``step`` is counted from 0.
+    parameters with equal codecs form a run. ``step`` is counted from 0. Parameters named in
+    ``dense`` are not encoded.
     """
     start = end = 0
     codec: Codec | None = None
     for name, shape in parameters:
         stop = end + math.prod(shape)
-        own = make(wire, step, name)
+        own = Dense() if name in dense else make(wire, step, name)
         large = stop - end >= LARGE
         cols = options_of(for_parameter(wire, name)).matrix_of(shape)[1] if large else 0
+        if name in dense:
+            cols = 0
         if not cols:
             own = own.without_matrix()
         alone = own.separate and large

@@ -15,6 +15,8 @@ from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.engine.gradients.bucket import Bucket, Slot
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import UsageError
+from wingbeat.transport.loopback import Switchboard
+from wingbeat.transport.mesh import Replica
 from wingbeat.types import Span
 
 NAMES = ("conv.weight", "conv.bias", "fc.weight")
@@ -35,12 +37,15 @@ def slots_of(dtype: torch.dtype = torch.float32) -> list[Slot]:
 class Worker:
     """One worker's compression and its one bucket, whose gradients a test chooses."""
 
-    def __init__(self, wire: Any, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, wire: Any, dtype: torch.dtype = torch.float32, inside: Replica | None = None
+    ) -> None:
         self.slots = slots_of(dtype)
         self.bucket = Bucket(0, self.slots)
-        world = SimpleNamespace(rank=0, size=2)
+        world = SimpleNamespace(rank=0, size=2, inside=inside)
         collectives = cast("Any", SimpleNamespace(world=world))
-        self.compression = Compression(wire, self.slots, collectives)
+        factored = isinstance(wire, LowRank) and inside is not None
+        self.compression = Compression(wire, self.slots, collectives, sums=factored)
 
     def launch(self, gradients: Tensor, used: tuple[bool, ...] = (True,) * 3) -> Any:
         """Begin an iteration and take in all gradients."""
@@ -208,3 +213,25 @@ def test_a_bucket_of_bf16_with_dense_layers_in_it_loses_nothing_of_them() -> Non
     worker = Worker(Sketch(bits=4, groups={"*.bias": "fp32"}, **EXTRA), torch.bfloat16)
     how = worker.launch(grads(0))
     assert torch.equal(worker.send(how)[120:127], grads(0)[120:127].bfloat16().float())
+
+
+def replica(size: int) -> Replica:
+    ranks = tuple(range(size))
+    return Replica(0, 0, ranks, ("tp",), (None,), "cpu", (ranks,), Switchboard(), 0)
+
+
+@pytest.mark.parametrize("wire", [Sketch(bits=2), LowRank(rank=2), TopK(warmup=0)], ids=str)
+def test_parameter_that_several_ranks_of_a_replica_hold_is_not_encoded(wire: Any) -> None:
+    """Its neighbours differ between these ranks, and so would what is sent for it."""
+    shared, own = Worker(wire, inside=replica(2)), Worker(wire, inside=replica(1))
+    assert own.launch(torch.ones(N)) is not None
+    assert not own.compression.dense
+    assert shared.launch(torch.ones(N)) is None
+    assert shared.compression.dense == set(NAMES)
+
+
+def test_momentum_correction_of_a_parameter_that_several_ranks_hold_is_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"several ranks of a replica hold 'conv.bias', .* write momentum=0"
+    ):
+        Worker(TopK(momentum=0.5), inside=replica(2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from wingbeat.compression import (
     unmatched_patterns,
 )
 from wingbeat.engine.gradients.bucket import Bucket, Slot
-from wingbeat.engine.gradients.placed import local
+from wingbeat.engine.gradients.placed import copies, local
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
 from wingbeat.parts.strategy import Strategy
@@ -43,6 +43,8 @@ class Compression:
         coded: the codec's settings; None for a plain dtype.
         factored: whether gradients are sent as low-rank factors that all-reduces sum.
         on: whether the codec, if there is one, is enabled.
+        dense: names of parameters that are not encoded, because several ranks of a replica hold
+            them. A codec rounds a value as its neighbours require, which differ between the ranks.
         residuals: the unsent part of this worker's gradients; None if none is kept.
         collect: adds the residuals that other objects hold during training.
         on_host: whether residuals are on the host, where the exchange encodes, and not beside the
@@ -73,10 +75,21 @@ class Compression:
         )
         self._step = -1
         self.on = self.coded is not None
+        self.dense: frozenset[str] = frozenset()
         self.residuals: Residuals | None = None
         if self.coded is None:
             return
         _check_groups(self.coded, slots)
+        inside = collectives.world.inside
+        if inside is not None:
+            held = {slot.name: copies(slot.param, inside) for slot in slots}
+            self.dense = frozenset(name for name, number in held.items() if number > 1)
+        if self.dense and self.momentum:
+            raise UsageError(
+                f"{self.coded}: momentum correction needs codecs for all parameters, and several "
+                f"ranks of a replica hold {min(self.dense)!r}, which is sent unencoded: write "
+                "momentum=0"
+            )
         if self.coded.keeps or self.coded.ends_after is not None:  # the state contains the step
             self.residuals = self.new_residuals(slots, velocity=self.momentum > 0)
 
@@ -194,8 +207,9 @@ class Compression:
         return known[1]
 
     def _make(self, bucket: Bucket, wire: Coded, step: int) -> Encoded | Factors | None:
-        matrices = list(_matrices(bucket, wire)) if self.factored else []
-        found = [] if self.factored else list(_regions(bucket, wire, step))
+        dense = self.dense
+        matrices = list(_matrices(bucket, wire, dense)) if self.factored else []
+        found = [] if self.factored else list(_regions(bucket, wire, step, dense))
         if not matrices and all(region.codec.lossless for region in found):
             return None
         residual = None
@@ -358,13 +372,13 @@ def arrangement(bucket: Bucket) -> tuple[list[str], list[int], int, torch.device
     return names, numels, bucket.flat.numel(), bucket.flat.device
 
 
-def _regions(bucket: Bucket, wire: Coded, step: int) -> Iterator[Region]:
+def _regions(bucket: Bucket, wire: Coded, step: int, dense: Collection[str]) -> Iterator[Region]:
     """Yield the parameters' regions, then a dense one for the flags, which must not be rounded."""
-    yield from regions(wire, [(slot.name, slot.shape) for slot in bucket.slots], step)
+    yield from regions(wire, [(slot.name, slot.shape) for slot in bucket.slots], step, dense)
     yield Region(Span(bucket.numel, bucket.flat.numel()), Dense())
 
 
-def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
+def _matrices(bucket: Bucket, wire: Coded, dense: Collection[str]) -> Iterator[Matrix]:
     """Yield the parameters that are sent as factors, by their layout in the buffer."""
     start = 0
     for slot in bucket.slots:
@@ -373,7 +387,7 @@ def _matrices(bucket: Bucket, wire: Coded) -> Iterator[Matrix]:
         strides = slot.view.stride()
         order = sorted(range(slot.view.dim()), key=lambda dim: -strides[dim])
         rows, cols = mine.matrix_of([slot.shape[dim] for dim in order])
-        if rows:
+        if rows and slot.name not in dense:
             yield Matrix(slot.name, start, rows, cols, mine.rank)
         start += slot.shape.numel()
 

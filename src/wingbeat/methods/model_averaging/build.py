@@ -241,7 +241,8 @@ def _model_compression(
             coding = Coding([Region(Span(0, trained), Bf16Codec())])
             return ModelCompression(coding, torch.zeros(trained, device="cpu"), models=True)
         return ModelCompression(dtype=dtype)
-    coding = Coding(list(regions(options, [(slot.name, slot.shape) for slot in slots])))
+    shapes = [(slot.name, slot.shape) for slot in slots]
+    coding = Coding(list(regions(options, shapes, dense=compression.dense)))
     residual = None
     if compression.residuals is not None:
         numels = [slot.shape.numel() for slot in slots]
