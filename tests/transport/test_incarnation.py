@@ -78,6 +78,18 @@ def test_a_rank_whose_process_runs_is_refused_with_its_address() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_refusal_of_a_rank_of_a_replica_names_the_variables_of_replicas() -> None:
+    store = TorchStore(dist.HashStore())
+    first, second = LivenessListener("127.0.0.1"), LivenessListener("127.0.0.1")
+    take(store, first)
+    with pytest.raises(RendezvousError, match=r"WINGBEAT_JOB_ID .*WINGBEAT_REPLICA\b") as caught:
+        claim_rank(store, 1, second.address, 0.01, "node1:29400", replicas=True)
+    assert "MASTER_PORT" not in str(caught.value)
+    first.close()
+    second.close()
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_process_that_is_killed_frees_its_rank_at_once_and_one_that_is_stopped_does_not() -> None:
     store = TorchStore(dist.HashStore())
     own = LivenessListener("127.0.0.1")

@@ -94,3 +94,19 @@ def test_name_is_shown_without_control_characters() -> None:
     with pytest.raises(RendezvousError) as caught:
         joined(store, 1, "c")
     assert "\n" not in str(caught.value)
+
+
+def test_texts_for_replicas_name_their_variables() -> None:
+    def replica(store: TorchStore, size: int, name: str = "") -> str:
+        return check_job(store, 1, size, name, 0.2, WHERE, replicas=True)
+
+    store, foreign = TorchStore(dist.HashStore()), TorchStore(dist.HashStore())
+    joined(store, 0, "a")
+    foreign.set("job", "7")
+    for own, size, name in ((store, 2, "b"), (store, 3, "a"), (foreign, 2, "a")):
+        with pytest.raises(RendezvousError, match="a different WINGBEAT_JOB_ID for each") as caught:
+            replica(own, size, name)
+        assert "set a different MASTER_PORT" not in str(caught.value)
+        assert "WORLD_SIZE" not in str(caught.value)
+    with pytest.raises(RendezvousError, match=r"3 workers \(WINGBEAT_REPLICAS times the ranks"):
+        replica(store, 3, "a")

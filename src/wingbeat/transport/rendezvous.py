@@ -87,14 +87,27 @@ class JobIdentity(NamedTuple):
 
 
 def check_job(
-    store: TorchStore, rank: int, size: int, name: str, seconds: float, where: str
+    store: TorchStore,
+    rank: int,
+    size: int,
+    name: str,
+    seconds: float,
+    where: str,
+    *,
+    replicas: bool = False,
 ) -> str:
     """Check that the store belongs to this worker's job; return the job's name.
 
     ``size`` and ``name`` are the launcher's; ``name`` is empty if it has none. ``where`` is the
-    store's address for error messages. A `RendezvousError` if the store is another job's, or rank 0
-    published nothing within ``seconds``.
+    store's address for error messages; ``replicas`` is whether the store is that of replicas which
+    are torch jobs. A `RendezvousError` if the store is another job's, or rank 0 published nothing
+    within ``seconds``.
     """
+    apart = "set a different MASTER_PORT for each job"
+    counted = "WORLD_SIZE"
+    if replicas:
+        apart = f"set a different {launchers.JOB} for each job"
+        counted = f"{replica_jobs.COUNT} times the ranks of a replica"
     own = (
         JobIdentity(name[:_MAX_NAME_CHARS], False, size)
         if name
@@ -115,7 +128,7 @@ def check_job(
     if text.startswith(TAG_PREFIX):
         raise RendezvousError(
             f"rank {rank} has no {KEY_VARIABLE}, but the job of the store at {where} has one: set "
-            "the same on all workers, or set a different MASTER_PORT for each job"
+            f"the same on all workers, or {apart}"
         )
     try:
         found = parse_json(JobIdentity, text)
@@ -124,17 +137,17 @@ def check_job(
     except MalformedMessage:
         raise RendezvousError(
             f"rank {rank}: the store at {where} has a malformed job name: {text[:80]!r}; another "
-            "program uses it: set another MASTER_PORT"
+            f"program uses it: {apart}"
         ) from None
     if (found.drawn, found.name) != (own.drawn, own.name) and not (found.drawn and own.drawn):
         raise RendezvousError(
-            f"rank {rank} belongs to {own}, but the store at {where} to {found}: set a different "
-            "MASTER_PORT for each job, and the same WINGBEAT_JOB_ID for all workers of a job"
+            f"rank {rank} belongs to {own}, but the store at {where} to {found}: {apart}, and the "
+            f"same {launchers.JOB} for all workers of a job"
         )
     if found.size != size:
         raise RendezvousError(
-            f"rank {rank} is one of {size} workers (WORLD_SIZE), but the store at {where} belongs "
-            f"to a job of {found.size}: set a different MASTER_PORT for each job"
+            f"rank {rank} is one of {size} workers ({counted}), but the store at {where} belongs "
+            f"to a job of {found.size}: {apart}"
         )
     return found.name
 
@@ -354,7 +367,7 @@ def _init_replica(
     shared = dist.PrefixStore(prefix, root)
     store = TorchStore(shared, None if key is None else Authenticator(key, prefix), prefix)
     replica_jobs.check_counts(store, settings, torch_size)
-    job = check_job(store, rank, size, name, timeout, settings.where)
+    job = check_job(store, rank, size, name, timeout, settings.where, replicas=True)
     if key is not None:
         store = TorchStore(shared, Authenticator(key, f"{prefix}/{job}"), prefix)
     world = World(
@@ -397,6 +410,7 @@ def _claim_in_replica(
         replaced = claim_rank(
             *(world.store, world.rank, incarnation.address, world.timeout, settings.where),
             exiting_s=replica_jobs.EXITING_S,
+            replicas=True,
         )
         own = Claim(replica_jobs.former_of(world.store, world.rank, replaced))
     except RendezvousError as error:
@@ -613,13 +627,20 @@ def claim_rank(
     seconds: float,
     where: str,
     exiting_s: float = _RELEASE_S,
+    *,
+    replicas: bool = False,
 ) -> bool:
     """Claim a rank, and return whether a former process has exited.
 
     Waits up to ``exiting_s`` for a process that is exiting, and at most ``seconds``. A
     `RendezvousError` names the address of a running process that holds the rank. ``where`` is the
-    store's address for error messages.
+    store's address for error messages, ``replicas`` as for `check_job`.
     """
+    apart = f"give it a MASTER_PORT or {launchers.JOB} of its own"
+    if replicas:
+        apart = (
+            f"give it a {launchers.JOB} of its own, or, if another replica, a {replica_jobs.NUMBER}"
+        )
     key, text = f"here/{rank}", own.to_text()
     deadline = time.monotonic() + min(seconds, exiting_s)
     try:
@@ -631,7 +652,7 @@ def claim_rank(
                 raise RendezvousError(
                     f"rank {rank} is taken: a process of the job whose store is at {where} has it, "
                     f"and still runs at {other.host} (port {other.port}); end that one first, or, "
-                    "if this is another job, give it a MASTER_PORT or WINGBEAT_JOB_ID of its own"
+                    f"if this is another job, {apart}"
                 )
             if running:
                 time.sleep(_RELEASE_POLL_S)

@@ -705,4 +705,4 @@ def test_training_continues_when_the_generator_is_killed(
     assert sum(shared.values) == pytest.approx(6.0)
     assert len(set(shared.values)) == 1
     assert static == [12, 12, 12, 12]
-    assert str(generator.ended()) == "the group generator (started by rank 0) has ended by signal 9"
+    assert str(generator.ended()) == "the group generator has ended by signal 9"

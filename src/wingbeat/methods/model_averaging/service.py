@@ -445,7 +445,7 @@ class GeneratorConfig:
 
     module: ClassVar[str] = "wingbeat.methods.model_averaging"
     uses_store_later: ClassVar[bool] = True
-    me: ClassVar[str] = "the group generator (started by rank 0)"
+    me: ClassVar[str] = "the group generator"
 
     room: str
     host_of: tuple[int, ...]
