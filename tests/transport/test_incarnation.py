@@ -105,6 +105,22 @@ def test_a_process_that_is_killed_frees_its_rank_at_once_and_one_that_is_stopped
     own.close()
 
 
+def test_a_killed_process_is_not_waited_for_and_what_it_published_counts() -> None:
+    store = TorchStore(dist.HashStore())
+    with process() as (other, place):
+        store.set("here/1", place.to_text())
+        begun = time.monotonic()
+        assert failures.published_failure(store, 1, 0.5) == ""
+        assert time.monotonic() - begun >= 0.5, "it runs, and may still publish"
+        other.kill()
+        other.wait(10)
+        begun = time.monotonic()
+        assert failures.FailureAttribution(store, 0, 3, 60.0).root_cause(1) == 1
+        assert time.monotonic() - begun < 1.5 < failures.ANSWER_TIMEOUT_S
+        store.set("waited/1", "2 an average")
+        assert failures.FailureAttribution(store, 0, 3, 60.0).awaited_by(1, 30.0) == 2
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_process_that_is_ending_is_waited_for() -> None:
     store = TorchStore(dist.HashStore())

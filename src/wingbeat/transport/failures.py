@@ -194,6 +194,9 @@ ANSWER_TIMEOUT_S = 2.0
 TERMINATED = 128 + signal.SIGTERM
 """Exit status of a graceful shutdown after SIGTERM."""
 
+_REFUSED_S = 0.1
+"""Seconds between two connections to a process that may have been killed."""
+
 _POLL_S = 0.02
 """Seconds between two reads of the store. The store's own wait logs a warning on each timeout."""
 
@@ -220,16 +223,31 @@ def publish_failure(store: Store, rank: int, error: BaseException) -> None:
 def await_value(store: Store, key: str, rank: int, seconds: float) -> str | None:
     """Wait for a value that ``rank`` publishes before it exits.
 
-    None if it exits without it, or if it is missing after ``seconds``.
+    None if it exits or is killed without it, or if it is missing after ``seconds``.
     """
-    deadline = time.monotonic() + seconds
+    begun = probed = time.monotonic()
     while True:
         # In this order: the value may be published meanwhile.
-        is_final = time.monotonic() >= deadline or has_exited(store, rank)
+        now = time.monotonic()
+        is_final = now >= begun + seconds or has_exited(store, rank)
+        if not is_final and now >= probed + _REFUSED_S:
+            probed, is_final = now, _is_refused(store, rank)
         text = read_value(store, key)
         if text is not None or is_final:
             return text
         time.sleep(_POLL_S)
+
+
+def _is_refused(store: Store, rank: int) -> bool:
+    """Whether the process of ``rank`` has ended for certain: its host refuses a connection."""
+    try:
+        address = ProcessAddress.from_text(read_value(store, f"here/{rank}") or "")
+        socket.create_connection((address.host, address.port), _REFUSED_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):  # busy, stopped, unreachable, or of a test without processes
+        pass
+    return False
 
 
 def published_failure(store: Store, rank: int, seconds: float = 0.0) -> str:
