@@ -81,10 +81,13 @@ class StagedJob(HostOperation):
         return wire
 
     def begin(self, submit: Submit) -> Handle:
-        """Submit the collective on the host's buffer."""
+        """Submit the collective on the host's buffer.
+
+        A `PeerError` if the first half could not be submitted.
+        """
         after, self._after = self._after, None
         if after is not None and after.handle is None:
-            raise PeerError(after._error)  # the first half was not submitted
+            raise PeerError(after._error)
         self.handle = submit(self, None if after is None else after.handle)
         return self.handle
 
