@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers import accelerator
+from helpers.waiting import PATIENCE
 from wingbeat.collectives.pinned import Copies, HostMirror, Pair, pinned_like, pinned_zeros
 from wingbeat.errors import PeerError
 
@@ -84,6 +85,26 @@ def test_result_is_copied_after_earlier_kernels_have_used_the_buffer(device: tor
     operation = copies.start("a test", [], Done, [Pair(buffer, host)])
     operation.wait()
     assert buffer.tolist() == [0.0] * 50
+
+
+def test_operation_that_copies_nothing_to_the_host_begins_at_once() -> None:
+    accelerator.load().late_seed(0)
+    device = torch.device(accelerator.NAME, 0)
+    copies, buffer, began = Copies(device), late(1.0, device), threading.Event()
+    pair = Pair(buffer, pinned_like(buffer))
+
+    def submit() -> Done:
+        assert began.wait(PATIENCE)
+        return Done()
+
+    def begin() -> Done:
+        began.set()
+        return Done()
+
+    earlier = copies.start("earlier", [pair], submit, [])
+    copies.start("later", [], begin, [pair])
+    assert began.is_set()
+    earlier.wait()
 
 
 def test_error_of_an_operation_is_raised_by_wait(device: torch.device) -> None:

@@ -55,8 +55,8 @@ def pinned_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 class Copies:
     """Copies between an accelerator and the host, on one stream for each direction.
 
-    Operations on the host's copies begin in the order of the calls of `start`, also across devices
-    whose copies share a ``queue``.
+    Operations for which something is copied to the host begin in the order of the calls of `start`,
+    also across devices whose copies share a ``queue``.
     """
 
     def __init__(self, device: torch.device, queue: SerialQueue | None = None) -> None:
@@ -117,7 +117,8 @@ class Copies:
     ) -> HostOperation:
         """Copy ``out`` to the host, then ``submit`` in another thread; copy ``back`` at its end.
 
-        Without ``out`` it is submitted by the calling thread.
+        Without ``out`` it is submitted before this returns, and possibly before earlier ones: a
+        reply may come as soon as the caller sends its next message.
         """
         operation = HostOperation(self, what, self.ready(), back)
         if out:

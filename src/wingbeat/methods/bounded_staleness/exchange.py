@@ -232,7 +232,7 @@ class BoundedStalenessExchange:
         Synchronous training receives the sum when it waits for it.
         """
         assert operation is Operation.CONTRIBUTE, operation
-        own = self._on_host.of(bucket.index, read=True)
+        own = self._on_host.of(bucket.index)
         used = [slot.used for slot in bucket.slots]
         flat = own.flat[: bucket.numel]
         send = functools.partial(self._send, self._pieces, bucket.index, flat, used)
