@@ -21,7 +21,7 @@ import torch
 
 from wingbeat.collectives.packing import Encoded, WireFormat, encoded_of
 from wingbeat.collectives.pinned import CopiesByDevice, HostOperation, Pair, pinned_like
-from wingbeat.errors import PeerError, UsageError
+from wingbeat.errors import UsageError
 from wingbeat.types import Span, blocks_of
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ class StagedJob(HostOperation):
     def begin(self, submit: Submit) -> Handle:
         """Submit the collective on the host's buffer.
 
-        A `PeerError` if the first half could not be submitted.
+        If the first half could not be submitted, its `PeerError` or `UsageError`.
         """
         after, self._after = self._after, None
         if after is not None and after.handle is None:
-            raise PeerError(after._error)
+            after.raise_error()
         self.handle = submit(self, None if after is None else after.handle)
         return self.handle
 
