@@ -41,7 +41,7 @@ def test_each_use_of_fsdp2_equals_hsdps(job: Pool, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["geryon", "geryon:update=server", "canary:s=0"])
 def test_tensor_parallel_replicas_equal_one_process(job: Pool, strategy: str) -> None:
-    differences = job.run(mesh_cases.tensor_parallel, strategy, False, 10)
+    differences = job.run(mesh_cases.tensor_parallel, strategy, False, 2, 10)
     assert max(differences) < 1e-6, differences
 
 

@@ -877,7 +877,7 @@ class Ignoring(Layers):
             lambda: net().bfloat16(),
             plain_sgd,
             canary(),
-            "is torch.bfloat16 on cpu: bounded staleness",
+            "is torch.bfloat16: bounded staleness",
         ),
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),

@@ -44,7 +44,7 @@ def test_old_buckets_are_freed_when_their_collectives_are_done() -> None:
 class _World:
     """Rank 1 of two, to which rank 0 has said ``answer``."""
 
-    rank, size = 1, 2
+    rank, size, ranks = 1, 2, (0, 1)
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer

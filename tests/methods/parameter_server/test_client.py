@@ -452,7 +452,9 @@ def test_place_servers_is_round_robin_over_hosts_and_ranks() -> None:
 def replica_at(place: int, size: int) -> Replica:
     """What a rank of the first of two replicas knows of them."""
     ranks = tuple(range(size)), tuple(range(size, 2 * size))
-    return Replica(0, place, ranks[0], ("shard",), (None,), "cpu", ranks, Switchboard())
+    return Replica(
+        0, place, ranks[0], ("shard",), (None,), "cpu", ranks, Switchboard(), ranks[0][0]
+    )
 
 
 def test_columns_of_a_mesh_have_one_server_each_on_the_hosts_in_turn() -> None:
