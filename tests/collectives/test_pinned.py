@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from helpers import accelerator
+from helpers.waiting import PATIENCE
 from wingbeat.collectives.pinned import Copies, HostMirror, Pair, pinned_like, pinned_zeros
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
 
 pytestmark = pytest.mark.skipif(bool(accelerator.why_not()), reason=accelerator.why_not())
 
@@ -86,6 +87,26 @@ def test_result_is_copied_after_earlier_kernels_have_used_the_buffer(device: tor
     assert buffer.tolist() == [0.0] * 50
 
 
+def test_operation_that_copies_nothing_to_the_host_begins_at_once() -> None:
+    accelerator.load().late_seed(0)
+    device = torch.device(accelerator.NAME, 0)
+    copies, buffer, began = Copies(device), late(1.0, device), threading.Event()
+    pair = Pair(buffer, pinned_like(buffer))
+
+    def submit() -> Done:
+        assert began.wait(PATIENCE)
+        return Done()
+
+    def begin() -> Done:
+        began.set()
+        return Done()
+
+    earlier = copies.start("earlier", [pair], submit, [])
+    copies.start("later", [], begin, [pair])
+    assert began.is_set()
+    earlier.wait()
+
+
 def test_error_of_an_operation_is_raised_by_wait(device: torch.device) -> None:
     copies, buffer = Copies(device), late(1.0, device)
     pair = Pair(buffer, pinned_like(buffer))
@@ -98,6 +119,18 @@ def test_error_of_an_operation_is_raised_by_wait(device: torch.device) -> None:
 
     with pytest.raises(PeerError, match=r"a test: ValueError\('no'\)"):
         copies.start("a test", [pair], submit, [pair]).wait()
+
+
+def test_wrong_use_that_an_operation_finds_stays_a_usage_error(device: torch.device) -> None:
+    copies, buffer = Copies(device), late(1.0, device)
+
+    def submit() -> Done:
+        raise UsageError("a line for the user")
+
+    operation = copies.start("bucket 3", [Pair(buffer, pinned_like(buffer))], submit, [])
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"^a line for the user$"):
+            operation.wait()
 
 
 def test_memory_that_is_released_during_a_copy_is_not_reused_before(device: torch.device) -> None:
@@ -127,6 +160,17 @@ def test_mirror_reads_what_the_device_will_have_and_writes_before_later_kernels(
     mirror.read(hosts, [tensor * 10.0 for tensor in tensors])
     assert flat.tolist() == [20.0] * 50 + [30.0] * 50
     assert [each.tolist() for each in sums] == [[2.0] * 50, [3.0] * 50]
+
+
+def test_mirror_writes_to_contiguous_tensors_of_the_same_dtype_without_memory_of_the_device(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, flat = HostMirror(), pinned_zeros(100, torch.float32)
+    tensors = [late(1.0, device), late(2.0, device)]
+    flat.fill_(3.0)
+    monkeypatch.delattr(HostMirror, "moved")
+    mirror.write(tensors, flat.split(50))
+    assert [each.tolist() for each in tensors] == [[3.0] * 50] * 2
 
 
 def test_mirror_of_the_cpu_and_of_an_accelerator_copies_each(device: torch.device) -> None:

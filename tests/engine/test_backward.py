@@ -99,6 +99,40 @@ def test_a_backward_cut_short_whose_graph_still_exists_is_recovered(strategy: An
     assert_same(got, on(2, lambda world: body(world, False)))
 
 
+def test_a_backward_cut_short_is_recovered_while_another_thread_is_in_backward() -> None:
+    inside, ends = threading.Event(), threading.Event()
+
+    def hold(_grad: torch.Tensor) -> None:
+        inside.set()
+        assert ends.wait(60)
+
+    def backward_of_another_model() -> None:
+        leaf = torch.ones(1, requires_grad=True)
+        leaf.register_hook(hold)
+        leaf.sum().backward()
+
+    def body(world: Any) -> None:
+        model, optimizer = _distributed(world, STRATEGIES[0])
+        model(batch(49, world.rank))
+        _cut_short(model, world.rank)
+        engine(model)._backward = lambda: engine  # the graph's callback exists
+        together.wait(20)  # the ranks are threads, and their backward has ended
+        assert engine(model).backward_aborted
+        together.wait(20)
+        optimizer.zero_grad()
+        train(model, optimizer, [1])
+
+    together = threading.Barrier(2)
+    other = threading.Thread(target=backward_of_another_model)
+    other.start()
+    try:
+        assert inside.wait(20)
+        on(2, body)
+    finally:
+        ends.set()
+        other.join()
+
+
 @strategies
 @pytest.mark.parametrize("how", ["zero_grad", "cut short"])
 def test_gradients_that_were_dropped_have_no_norm(strategy: Any, how: str) -> None:

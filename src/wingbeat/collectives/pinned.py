@@ -20,7 +20,7 @@ import torch
 
 from wingbeat.collectives.handle import OneShotEvent
 from wingbeat.collectives.threads import SerialQueue, ThreadPool, run_callback
-from wingbeat.errors import PeerError
+from wingbeat.errors import PeerError, UsageError
 
 _threads = ThreadPool("wingbeat-staging")
 
@@ -55,8 +55,8 @@ def pinned_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
 class Copies:
     """Copies between an accelerator and the host, on one stream for each direction.
 
-    Operations on the host's copies begin in the order of the calls of `start`, also across devices
-    whose copies share a ``queue``.
+    Operations for which something is copied to the host begin in the order of the calls of `start`,
+    also across devices whose copies share a ``queue``.
     """
 
     def __init__(self, device: torch.device, queue: SerialQueue | None = None) -> None:
@@ -117,7 +117,8 @@ class Copies:
     ) -> HostOperation:
         """Copy ``out`` to the host, then ``submit`` in another thread; copy ``back`` at its end.
 
-        Without ``out`` it is submitted by the calling thread.
+        Without ``out`` it is submitted before this returns, and possibly before earlier ones: a
+        reply may come as soon as the caller sends its next message.
         """
         operation = HostOperation(self, what, self.ready(), back)
         if out:
@@ -182,8 +183,18 @@ class HostMirror:
     @torch.no_grad()
     def write(self, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
         """Copy ``hosts`` to tensors. The memory of ``hosts`` is in use until the next `read`."""
-        if tensors:
-            torch._foreach_copy_(list(tensors), self.moved(hosts, tensors))
+        direct: dict[torch.device, list[Pair]] = {}
+        others: list[Pair] = []
+        for tensor, host in zip(tensors, hosts, strict=True):
+            pair, alike = Pair(tensor, host), tensor.dtype is host.dtype
+            if tensor.device.type != "cpu" and alike and tensor.is_contiguous():
+                direct.setdefault(tensor.device, []).append(pair)
+            else:
+                others.append(pair)
+        if others:
+            targets = [pair.device for pair in others]
+            torch._foreach_copy_(targets, self.moved([pair.host for pair in others], targets))
+        self._write(direct)
 
     @torch.no_grad()
     def moved(
@@ -196,10 +207,13 @@ class HostMirror:
             if tensor.device.type != "cpu":
                 made[place] = torch.empty(host.shape, dtype=host.dtype, device=tensor.device)
                 there.setdefault(tensor.device, []).append(Pair(made[place], host))
+        self._write(there)
+        return made
+
+    def _write(self, there: dict[torch.device, list[Pair]]) -> None:
         self._written = [event for event in self._written if not event.query()]
         for device, pairs in there.items():
             self._written.append(self._copies.of(device).write(pairs))
-        return made
 
 
 class HostOperation:
@@ -211,7 +225,7 @@ class HostOperation:
         self.what, self.ready, self.back = what, ready, back
         self.copies = copies
         self._written: torch.Event | None = None
-        self._error = ""
+        self._error: PeerError | UsageError | None = None
         self._known = OneShotEvent()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Any], None]] = []
@@ -225,13 +239,17 @@ class HostOperation:
     def wait(self) -> None:
         """Wait until the result is known, and have the current stream wait for its copy.
 
-        A `PeerError` if a peer failed or timed out.
+        A `PeerError` if a peer failed or timed out; a `UsageError` if the operation raised one.
         """
         self._known.wait()  # each transfer of the operation has a deadline
-        if self._error:
-            raise PeerError(self._error)
+        self.raise_error()
         if self._written is not None:
             self.copies.wait(self._written)
+
+    def raise_error(self) -> None:
+        """Raise a new exception like that with which the operation has ended, if one has."""
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
 
     def wait_received(self) -> None:
         """As `wait`."""
@@ -270,7 +288,10 @@ class HostOperation:
 
     def _fail(self, err: Exception) -> None:
         """End the operation with an error, which `wait` raises."""
-        self._error = str(err) if isinstance(err, PeerError) else f"{self.what}: {err!r}"
+        if isinstance(err, (PeerError, UsageError)):
+            self._error = type(err)(str(err))  # the raised one references its frames
+        else:
+            self._error = PeerError(f"{self.what}: {err!r}")
         self._complete()
 
     def _complete(self) -> None:

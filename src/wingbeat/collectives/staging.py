@@ -21,7 +21,7 @@ import torch
 
 from wingbeat.collectives.packing import Encoded, WireFormat, encoded_of
 from wingbeat.collectives.pinned import CopiesByDevice, HostOperation, Pair, pinned_like
-from wingbeat.errors import PeerError, UsageError
+from wingbeat.errors import UsageError
 from wingbeat.types import Span, blocks_of
 
 if TYPE_CHECKING:
@@ -81,10 +81,13 @@ class StagedJob(HostOperation):
         return wire
 
     def begin(self, submit: Submit) -> Handle:
-        """Submit the collective on the host's buffer."""
+        """Submit the collective on the host's buffer.
+
+        If the first half could not be submitted, its `PeerError` or `UsageError`.
+        """
         after, self._after = self._after, None
         if after is not None and after.handle is None:
-            raise PeerError(after._error)  # the first half was not submitted
+            after.raise_error()
         self.handle = submit(self, None if after is None else after.handle)
         return self.handle
 

@@ -60,13 +60,14 @@ from wingbeat.engine.hooks import (
     ForwardHook,
     Hooks,
     WeakCall,
-    any_thread_in_backward,
     arrived_twice,
     call_at_backward_end,
+    callers_of_backward,
     in_backward,
     in_transform,
     outside_transforms,
     sum_partial_gradients,
+    threads_in_backward,
 )
 from wingbeat.engine.model_checks import (
     ParameterCheck,
@@ -135,6 +136,7 @@ class Engine:
         self.before_synced_forward: Callable[[], Any] | None = None
         self._decided: bool | None = None
         self._in_backward = False
+        self._callers: set[int] = set()  # idents of threads that may have called the backward
         self._backward: Callable[[], Any] = lambda: None
         self._profiled: BackwardProfiler | None = None
         self._skipping = False
@@ -252,7 +254,7 @@ class Engine:
         if not self._in_backward or self._backward() is None:
             return False
         # After an exception, a thread of autograd for a device may keep the graph a little longer.
-        return in_backward() or any_thread_in_backward()
+        return in_backward() or not self._callers.isdisjoint(threads_in_backward())
 
     @property
     def backward_aborted(self) -> bool:
@@ -418,7 +420,7 @@ class Engine:
             self.views.begin_backward()  # if it raises, the forward's decision is consumed
             self._decided = decided
             self._open_backward()
-            self._in_backward = True
+            self._in_backward, self._callers = True, callers_of_backward()
             assert self.hooks is not None
             arrivals = self.hooks.arrivals
             self._backward = call_at_backward_end(self, "end_backward", arrivals.abandon)

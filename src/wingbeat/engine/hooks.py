@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -275,14 +276,25 @@ def in_backward() -> bool:
 _BACKWARDS = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 
 
-def any_thread_in_backward() -> bool:
-    """Whether a thread of this process is inside ``torch.autograd.backward`` or ``grad``."""
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame.f_code in _BACKWARDS:
-                return True
-            frame = frame.f_back
+def threads_in_backward() -> set[int]:
+    """Return the idents of threads that are inside ``torch.autograd.backward`` or ``grad``."""
+    return {ident for ident, top in sys._current_frames().items() if _has_backward(top)}
+
+
+def callers_of_backward() -> set[int]:
+    """Return the idents of threads that may have called the running backward.
+
+    That is this thread, unless a thread of autograd for a device runs it.
+    """
+    own = threading.get_ident()
+    return {own} if _has_backward(sys._getframe()) else threads_in_backward()
+
+
+def _has_backward(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code in _BACKWARDS:
+            return True
+        frame = frame.f_back
     return False
 
 

@@ -45,16 +45,12 @@ class BucketsOnHost:
             for bucket in buckets
         }
 
-    def of(self, index: int, *, read: bool) -> Bucket:
-        """Return the bucket with this number, or its copy with the bucket's current encoding.
-
-        ``read``: for an operation that reads the bucket.
-        """
+    def of(self, index: int) -> Bucket:
+        """Return the bucket for an operation; its copy has new memory, and its current encoding."""
         found = self._buckets[index]
         if isinstance(found, HostBucket):
             found.wire = found.of.wire
-            if read:
-                found.renew()
+            found.renew()
         return found
 
     def start(

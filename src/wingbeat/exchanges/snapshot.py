@@ -109,20 +109,33 @@ class Snapshot:
             ) from None
 
     def load_into(self, optimizer: torch.optim.Optimizer) -> None:
-        """Load everything in place."""
+        """Load everything in place.
+
+        State is moved to the device of its parameter, as `torch.optim.Optimizer.load_state_dict`
+        does: ``step`` only for groups with ``capturable`` or ``fused``.
+        """
         with torch.no_grad():
             for mine, theirs in zip(self._tensors, self._new, strict=True):
                 local(mine).copy_(theirs)
+        on_device = {
+            param
+            for group in optimizer.param_groups
+            if group.get("capturable") or group.get("fused")
+            for param in group["params"]
+        }
         for param, state in zip(self._params, self._states, strict=True):
             optimizer.state.pop(param, None)
             if state:
-                optimizer.state[param] = {k: _beside(v, param) for k, v in state.items()}
+                steps_stay = param not in on_device
+                optimizer.state[param] = {
+                    key: value if key == "step" and steps_stay else _beside(value, param)
+                    for key, value in state.items()
+                }
 
 
 def _beside(value: Any, param: torch.Tensor) -> Any:
-    """Return state on the device of its parameter; numbers stay on the CPU, as in torch."""
-    inside = isinstance(value, torch.Tensor) and value.dim() > 0
-    return value.to(param.device) if inside else value
+    """Return state on the device of its parameter."""
+    return value.to(param.device) if isinstance(value, torch.Tensor) else value
 
 
 def _decode_tensors(kinds: Sequence[Any], body: memoryview) -> Iterator[torch.Tensor]:

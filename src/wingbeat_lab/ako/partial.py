@@ -67,7 +67,7 @@ class PartialExchange:
     def planned(self, buckets: Sequence[Bucket], forward: Sequence[Bucket]) -> None:  # noqa: ARG002
         """Use these buckets, with unsent gradients kept by parameter, on the host."""
         self._on_host = BucketsOnHost(buckets)
-        own = (self._on_host.of(bucket.index, read=False) for bucket in buckets)
+        own = (self._on_host.of(bucket.index) for bucket in buckets)
         self._kept = {bucket.index: self._unsent.of(bucket) for bucket in own}
 
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
@@ -77,7 +77,7 @@ class PartialExchange:
         dtype. The wait for the handle writes to the bucket's buffer. ``chained`` has no effect.
         """
         assert operation is Operation.ALL_REDUCE, operation
-        own, turn = self._on_host.of(bucket.index, read=True), self._unsent.turn
+        own, turn = self._on_host.of(bucket.index), self._unsent.turn
         self._on_host.start(own, functools.partial(self._send, own, turn))
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -9,6 +10,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from helpers import accelerator
+from helpers.waiting import PATIENCE
 from wingbeat.codecs import Coding
 from wingbeat.codecs.coding import regions
 from wingbeat.collectives import Encoded
@@ -178,4 +181,32 @@ def test_dropped_iteration_leaves_residual_unchanged() -> None:
     for _ in range(2):
         exchange.start(Operation.CONTRIBUTE, bucket)
     torch.testing.assert_close(residual, before, rtol=1e-5, atol=1e-5)
+    exchange._communication.send_colayer.assert_called_once()
+
+
+@pytest.mark.skipif(bool(accelerator.why_not()), reason=accelerator.why_not())
+def test_handle_of_a_bucket_of_a_device_is_done_when_its_residual_is_written() -> None:
+    accelerator.load().late_seed(0)
+    pieces, residual = made(CODECS["sketch"])
+    split, gate = pieces.split, threading.Event()
+
+    def split_at_gate(*args: Any) -> Any:
+        assert gate.wait(PATIENCE)
+        return split(*args)
+
+    pieces.split = split_at_gate  # type: ignore[method-assign]
+    exchange = object.__new__(BoundedStalenessExchange)
+    exchange.synchronous = exchange._dropped = False
+    exchange._pieces, exchange._communication = pieces, Mock()
+    bucket: Any = SimpleNamespace(
+        index=0, flat=gradients(0).to(torch.device(accelerator.NAME, 0)), numel=NUMEL,
+        slots=[SimpleNamespace(used=True)] * 3, flags=[], counts=[], wire=None, blocks=None,
+    )  # fmt: skip
+    exchange._on_host, exchange._sending = BucketsOnHost([bucket]), []
+    exchange.start(Operation.CONTRIBUTE, bucket)
+    exchange._pieces = made(CODECS["half"])[0]  # as other buckets do
+    assert not bucket.handle.done()
+    gate.set()
+    bucket.handle.wait()
+    assert residual.any()
     exchange._communication.send_colayer.assert_called_once()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import wingbeat
+from helpers import accelerator
 from helpers.server_update import compare, distributed, divided, momentum, plain, strategy
 from helpers.training import (
     TINY_MB,
@@ -24,6 +25,7 @@ from helpers.training import (
     train,
     weights,
 )
+from wingbeat.methods.parameter_server.server_update import _truths
 
 MAKES: dict[str, Make] = {
     "sgd": sgd,
@@ -427,3 +429,12 @@ def test_closures_and_hooks() -> None:
     compare(2, adamw, body)
     half = len(seen) // 2
     assert sorted(seen[:half]) == sorted(seen[half:])
+
+
+@pytest.mark.skipif(bool(accelerator.why_not()), reason=accelerator.why_not())
+def test_truths_of_flags_on_two_devices_are_in_their_order() -> None:
+    accelerator.load().late_seed(0)
+    first, second = (torch.device(accelerator.NAME, index) for index in range(2))
+    pairs = [(True, first), (False, second), (False, first), (True, second)]
+    flags = [torch.tensor(value).to(device) for value, device in pairs]
+    assert _truths([flags[0], False, *flags[1:], True]) == [True, False, False, False, True, True]

@@ -228,24 +228,29 @@ class BoundedStalenessExchange:
     def start(self, operation: Operation, bucket: Bucket, chained: bool = False) -> None:  # noqa: ARG002
         """Send a bucket's gradients, unless the iteration has been dropped.
 
-        Synchronous training receives the sum when it waits for the bucket's handle.
+        The bucket's handle is done when its gradients and their residual are no longer used.
+        Synchronous training receives the sum when it waits for it.
         """
         assert operation is Operation.CONTRIBUTE, operation
-        own = self._on_host.of(bucket.index, read=True)
+        own = self._on_host.of(bucket.index)
         used = [slot.used for slot in bucket.slots]
-        send = functools.partial(self._send, bucket.index, own.flat[: bucket.numel], used)
-        self._sending.append(self._on_host.begin(own, send, back=False))
+        flat = own.flat[: bucket.numel]
+        send = functools.partial(self._send, self._pieces, bucket.index, flat, used)
+        bucket.handle = self._on_host.begin(own, send, back=False)
+        self._sending.append(bucket.handle)
         if self.synchronous:
             self._buckets_sent += 1
             bucket.handle = _RoundHandle(self)
 
     @torch.no_grad()
-    def _send(self, colayer: int, flat: torch.Tensor, used: Sequence[bool]) -> Handle:
+    def _send(
+        self, pieces: Pieces, colayer: int, flat: torch.Tensor, used: Sequence[bool]
+    ) -> Handle:
         if not self._dropped:
-            pieces = self._pieces.split(colayer, flat, used)
-            self._dropped = not self._communication.send_colayer(colayer, pieces)
+            payloads = pieces.split(colayer, flat, used)
+            self._dropped = not self._communication.send_colayer(colayer, payloads)
             if self._dropped:
-                self._pieces.undo_split(colayer, flat, pieces)
+                pieces.undo_split(colayer, flat, payloads)
         return Handle([])
 
     def _await_sends(self) -> None:
@@ -257,9 +262,9 @@ class BoundedStalenessExchange:
         self._communication.send_colayer(self._replica.control, self._replica.control_payloads())
 
     def await_round(self) -> None:
-        """Wait for the sums of the iteration if all of its buckets have been sent."""
+        """Wait for what was sent, and for the sums if all buckets of the iteration have been."""
+        self._await_sends()
         if self._buckets_sent == len(self._pieces):
-            self._await_sends()
             assert isinstance(self._replica, SynchronousReplica)
             if not self._control_sent:  # true if Ctrl-C has interrupted an earlier wait
                 self._send_control()
@@ -449,7 +454,7 @@ class _RoundHandle:
         raise NotImplementedError(f"no thread calls {callback} when a round is complete")
 
     def wait(self) -> None:
-        """Wait for the round if all buckets have been sent; the gradients were copied."""
+        """Wait for the gradients, and for the round if all buckets have been sent."""
         self._exchange.await_round()
 
     wait_received = wait

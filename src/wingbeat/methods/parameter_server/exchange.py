@@ -136,7 +136,7 @@ class ServerExchange:
         kind = KIND_OF[operation]
         begin = self._pull_parameters if kind in (Kind.FETCH, Kind.EXPECT) else self._push_or_pull
         for number in self._planner.begin(operation, bucket.index):
-            begin(kind, self._on_host.of(number, read=kind in (Kind.PUSH, Kind.PUSH_PULL)))
+            begin(kind, self._on_host.of(number))
 
     def sections(self) -> Sequence[Section]:
         """Return bytes by class and by server, and the number of refused messages."""

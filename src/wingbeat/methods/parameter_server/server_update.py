@@ -285,10 +285,13 @@ class SlotPart:
 
 
 def _truths(flags: Sequence[bool | torch.Tensor]) -> list[bool]:
-    """Return the values of flags, with one wait for those on an accelerator."""
-    there = [flag for flag in flags if isinstance(flag, torch.Tensor)]
-    values = iter(torch.stack(there).tolist() if there else ())
-    return [next(values) if isinstance(flag, torch.Tensor) else flag for flag in flags]
+    """Return the values of flags, with one wait for each accelerator on which some are."""
+    there: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for flag in flags:
+        if isinstance(flag, torch.Tensor):
+            there[flag.device].append(flag)
+    values = {device: iter(torch.stack(some).tolist()) for device, some in there.items()}
+    return [next(values[flag.device]) if isinstance(flag, torch.Tensor) else flag for flag in flags]
 
 
 @dataclass(eq=False, slots=True)
