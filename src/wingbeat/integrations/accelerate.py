@@ -222,7 +222,7 @@ def _params(optimizer: Any) -> list[torch.Tensor]:
 def _refuse_setup(accelerator: Any, world: World) -> None:
     """Raise UsageError unless an Accelerator uses data parallelism in supported precision."""
     kind = accelerator.distributed_type.value
-    # On CPUs Accelerate ignores its plugin without a word.
+    # On CPUs Accelerate ignores its plugin silently.
     if kind == "FSDP" or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         refuse_fsdp("prepare(accelerator)")
     if kind != "NO" and not kind.startswith("MULTI_"):

@@ -39,7 +39,7 @@ __all__ = ["load", "state"]
 
 _MODEL, _OPTIMIZER, _PART = "model", "optim", "wingbeat"
 DROPPED = "residuals start at zero, and warm-up of a codec from the beginning"
-"""What the log says of residuals that were not saved, or are of other replicas."""
+"""What the log reports of residuals that were not saved, or are of other replicas."""
 _LAYOUT = "[0-9]{1,6}x[0-9a-f]{16}"
 _PARTS = re.compile(rf"{_PART}\.((?:([0-9]{{1,6}})_of_({_LAYOUT})\.)?([0-9]{{1,6}}))")
 
