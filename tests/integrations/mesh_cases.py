@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import wingbeat
@@ -151,6 +151,19 @@ class ByHand(Module):
         optimizer.step()
 
 
+class Parallel(Module):
+    """FSDP2 over tensor parallelism, on Lightning's own mesh."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__(own)
+        self.net = network(16)
+
+    def configure_model(self) -> None:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+        sharded(self.net, self.device_mesh["data_parallel"])
+
+
 TRAINED: dict[str, Any] = {
     "plain": (Module, {}),
     "accumulated": (Module, {"accumulate_grad_batches": 3}),
@@ -189,6 +202,35 @@ def as_hsdp(name: str) -> None:
             assert module.losses == pytest.approx(usual.losses, rel=1e-5)
             assert len(module.losses) == 2
             assert engine_of(module) is None
+
+
+def tensor_parallel_as_lightnings() -> None:
+    """Two replicas of two columns, beside Lightning's two shards of each column."""
+    with clean():
+        usual = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+        wanted = weights(trained(usual, Parallel, {}).net)
+        made = ours("dear", tensor_parallel_size=2)
+        same(weights(trained(made, Parallel, {}).net), wanted, "tensor parallel")
+
+
+def one_file_warnings(folder: str) -> list[str]:
+    """What is logged about residuals when a checkpoint is one file."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wingbeat").addHandler(handler)
+    try:
+        with clean():
+            made = lightning.WingbeatModelParallelStrategy(
+                wingbeat.AllReduce(compression="sketch@2:auto_disable=false"),
+                replicas=2,
+                save_distributed_checkpoint=False,
+            )
+            watch = _Watch(Path(folder) / "saved.ckpt")
+            trained(made, Module, {"max_epochs": 1, "callbacks": [watch]})
+    finally:
+        logging.getLogger("wingbeat").removeHandler(handler)
+    return [line for line in lines if "is one file" in line]
 
 
 def resumed(kind: str, folder: str, distributed: bool) -> None:

@@ -20,6 +20,18 @@ def test_lightning_trains_the_weights_of_its_hsdp(name: str, pool_of: PoolOf) ->
     pool_of(4).run(cases.as_hsdp, name, deadline=150.0)
 
 
+def test_lightning_trains_the_weights_of_its_tensor_parallelism(pool_of: PoolOf) -> None:
+    """So the ranks along that dimension have the same batches."""
+    pool_of(4).run(cases.tensor_parallel_as_lightnings, deadline=150.0)
+
+
+def test_checkpoint_of_one_file_warns_once_of_residuals(pool_of: PoolOf, tmp_path: Path) -> None:
+    first, *others = pool_of(4).run(cases.one_file_warnings, str(tmp_path), deadline=150.0)
+    assert len(first) == 1
+    assert "residuals start at zero, and warm-up of a codec from the beginning" in first[0]
+    assert others == [[], [], []]
+
+
 @pytest.mark.parametrize(
     ("kind", "distributed"),
     [
