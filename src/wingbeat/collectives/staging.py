@@ -81,7 +81,7 @@ class StagedJob(HostOperation):
         return wire
 
     def begin(self, submit: Submit) -> Handle:
-        """Submit the collective on the host's buffer."""
+        """Submit the collective on the host's buffer; a `PeerError` if the first half failed."""
         after, self._after = self._after, None
         if after is not None and after.handle is None:
             raise PeerError(after._error)  # the first half was not submitted
