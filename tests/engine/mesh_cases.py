@@ -137,8 +137,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Uses of FSDP2, each for both; ``ours`` and ``theirs`` are ways to train, as in `step_in`."""
 
 
-def step_in(way: str, model: Any, optimizer: Any, step: int, scaler: Any) -> None:
-    """One step in a way of `VARIANTS`."""
+def step_in(
+    way: str, model: Any, optimizer: Any, step: int, scaler: Any, reader: int | None = None
+) -> None:
+    """One step in a way of `VARIANTS`, with the batches of ``reader``; None: of this rank."""
     if way == "scaled":  # one rank has an infinity, and all ranks skip this step
         x, y = batch(step, dist.get_rank())
         loss = F.mse_loss(model(x), y) * (float("inf") if (step, dist.get_rank()) == (2, 3) else 1)
@@ -149,7 +151,7 @@ def step_in(way: str, model: Any, optimizer: Any, step: int, scaler: Any) -> Non
         return
     many = way in ("unreduced", "no_sync", "kept")
     for micro in range(2 if many else 1):
-        x, y = batch(2 * step + micro, dist.get_rank())
+        x, y = batch(2 * step + micro, dist.get_rank() if reader is None else reader)
         last = micro == 1
         if way == "unreduced":
             model.set_requires_gradient_sync(last)
@@ -398,6 +400,69 @@ def three_dimensions(shape: tuple[int, int, int], strategy: str, steps: int) -> 
         return [difference, norms, placed]
     finally:
         wingbeat.shutdown()
+
+
+PARALLEL_USES = {
+    "accumulated without reducing": ("unreduced", "unreduced"),
+    "accumulated without exchange": ("no_sync", "unreduced"),
+    "clipped by the largest": ("clip inf", "clip inf by hand"),
+}
+"""Ways to train, as in `step_in`: ours and PyTorch's."""
+
+
+def parallel_uses(shape: tuple[int, int, int], strategy: str, steps: int) -> dict[str, float]:
+    """The relative difference of weights to HSDP over tensor parallelism for each use."""
+    wingbeat.init(timeout=60)
+    try:
+        return {
+            name: _difference(*(_in_three_dimensions(shape, of, way, steps)
+                                for of, way in ((None, theirs), (strategy, ours))))
+            for name, (ours, theirs) in PARALLEL_USES.items()
+        }  # fmt: skip
+    finally:
+        wingbeat.shutdown()
+
+
+def compressed_in_parallel(
+    shape: tuple[int, int, int], strategy: str, steps: int
+) -> tuple[float, list[float], list[bool], str]:
+    """Difference of weights to HSDP, all weights, which residuals are not zero, and a refusal."""
+    wingbeat.init(timeout=60)
+    try:
+        residuals: dict[str, torch.Tensor] = {}
+        theirs = _in_three_dimensions(shape, None, "plain", steps)
+        ours = _in_three_dimensions(shape, strategy, "plain", steps, residuals)
+        kept = [bool(each.any()) for each in residuals.values()]
+        coded = strategy.partition(":groups")[0]
+        said = words_of(lambda: _in_three_dimensions(shape, coded, "plain", 1))
+        return _difference(theirs, ours), ours.tolist(), kept, said
+    finally:
+        wingbeat.shutdown()
+
+
+def _difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
+    return float((theirs - ours).norm() / theirs.norm())
+
+
+def _in_three_dimensions(
+    shape: tuple[int, int, int], strategy: str | None, way: str, steps: int,
+    residuals: dict[str, torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Weights after some steps of FSDP2 over tensor parallelism; HSDP without strategy."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=(*NAMES, "tp"))
+    shards = mesh["dp_shard"] if strategy else mesh["dp_replicate", "dp_shard"]
+    model: Any = sharded_in_parallel(net(width=8), mesh, shards)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if strategy:
+        wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+    for step in range(steps):
+        step_in(way, model, optimizer, step, None, dist.get_rank() // shape[2])
+    if residuals is not None:
+        residuals |= optimizer.state_dict()["wingbeat"]["residuals"]
+    found = weights(model)
+    if strategy:
+        wingbeat.release(model, optimizer)
+    return found
 
 
 def unequal_batches() -> str:

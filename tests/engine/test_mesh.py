@@ -108,6 +108,28 @@ def test_fsdp2_over_tensor_parallelism_equals_hsdp(
     check_three_dimensions(job.run(mesh_cases.three_dimensions, shape, strategy, 4), shape)
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
+def test_uses_of_fsdp2_over_tensor_parallelism_equal_hsdps(
+    job: Pool, shape: tuple[int, int, int]
+) -> None:
+    for found in job.run(mesh_cases.parallel_uses, shape, "dear", 4):
+        assert found.keys() == mesh_cases.PARALLEL_USES.keys()
+        assert max(found.values()) < 1e-6, found
+
+
+def test_compressed_parts_of_tensor_parallelism_train_as_hsdp_nearly(job: Pool) -> None:
+    """Copies stay equal, because they are sent whole; a codec for them is refused."""
+    groups = "layers.2.bias@fp32+head.*@fp32"
+    strategy = f"allreduce:compression=sketch@4:auto_disable=false:groups={groups}"
+    found = job.run(mesh_cases.compressed_in_parallel, (2, 1, 2), strategy, 6)
+    for difference, trained, kept, said in found:
+        assert 1e-6 < difference < 0.05
+        assert trained == found[0][1]
+        assert any(kept)
+        assert "several ranks of a replica hold parameter 'layers.2.bias' (and 2 more)" in said
+        assert "\n" not in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "dear"])
 def test_three_dimensions_of_several_ranks_equal_hsdp(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import wingbeat
+from helpers.refusals import said_by
 from wingbeat.integrations import checkpoint
 
 STRATEGIES: dict[str, Any] = {
@@ -104,11 +106,7 @@ def refused(folder: str) -> list[str]:
     return said
 
 
-def in_replicas(folder: str, across: int, saving: bool, files: bool) -> dict[str, Any]:
-    """Save and continue in replicas of several ranks, or load and continue; what is there then.
-
-    ``files``: by torch and the files of residuals, as trainers of other libraries save.
-    """
+def _begin_in_replicas(kind: str, across: int) -> tuple[Any, Any]:
     wingbeat.shutdown()
     world = wingbeat.init(timeout=60)
     inside = world.size // across
@@ -118,7 +116,44 @@ def in_replicas(folder: str, across: int, saving: bool, files: bool) -> dict[str
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh["dp_shard"])
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-    wingbeat.distribute(model, optimizer, STRATEGIES["sketch"](), mesh=mesh)
+    return wingbeat.distribute(model, optimizer, STRATEGIES[kind](), mesh=mesh)
+
+
+def _weights(model: Any) -> torch.Tensor:
+    return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
+
+
+def refused_by_replicas(folder: str) -> tuple[str, bool]:
+    """What loading a checkpoint of whole models says, and whether it changed no weight."""
+    model, optimizer = _begin_in_replicas("dear", 2)
+    before = _weights(model)
+    [said] = said_by([lambda: checkpoint.load(model, optimizer, folder)])
+    same = torch.equal(before, _weights(model))
+    wingbeat.shutdown()
+    return said, same
+
+
+def refused_averages() -> list[str]:
+    """What saving models that differ between replicas of several ranks says."""
+    model, optimizer = _begin_in_replicas("diloco", 2)
+    said = said_by([lambda: checkpoint.state(model, optimizer)])
+    wingbeat.shutdown()
+    return said
+
+
+def without_residuals(folder: str) -> None:
+    """Save beside another library's checkpoint, with a strategy that keeps none."""
+    _, optimizer = _begin("dear")
+    checkpoint.save_residuals(optimizer, folder)
+    wingbeat.shutdown()
+
+
+def in_replicas(folder: str, across: int, saving: bool, files: bool) -> dict[str, Any]:
+    """Save and continue in replicas of several ranks, or load and continue; what is there then.
+
+    ``files``: by torch and the files of residuals, as trainers of other libraries save.
+    """
+    model, optimizer = _begin_in_replicas("sketch", across)
     _train(model, optimizer, 4 if saving else 1)
     if saving and files:
         state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
@@ -136,9 +171,9 @@ def in_replicas(folder: str, across: int, saving: bool, files: bool) -> dict[str
     else:
         checkpoint.load(model, optimizer, folder)
     residuals = optimizer.state_dict()["wingbeat"]["residuals"]
-    torch.manual_seed(10 + world.rank)
-    before = torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
+    torch.manual_seed(10 + dist.get_rank())
+    before = _weights(model)
     _train(model, optimizer, 2)
-    found = torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
+    found = _weights(model)
     wingbeat.shutdown()
     return {"before": before, "residuals": residuals, "after": found}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
@@ -26,7 +25,8 @@ from lightning.fabric.strategies import ModelParallelStrategy as FabricModelPara
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import wingbeat
@@ -63,9 +63,10 @@ def loader() -> DataLoader[Any]:
     return DataLoader(samples(), batch_size=4)
 
 
-def network() -> nn.Sequential:
+def network(width: int = 15) -> nn.Sequential:
     torch.manual_seed(1)
-    layers = [nn.Linear(8, 15), nn.Tanh(), nn.Linear(15, 15), nn.Tanh(), nn.Linear(15, 4)]
+    layers = [nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+    layers.append(nn.Linear(width, 4))
     return nn.Sequential(*layers)
 
 
@@ -150,6 +151,19 @@ class ByHand(Module):
         optimizer.step()
 
 
+class Parallel(Module):
+    """FSDP2 over tensor parallelism, on Lightning's own mesh."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__(own)
+        self.net = network(16)
+
+    def configure_model(self) -> None:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+        sharded(self.net, self.device_mesh["data_parallel"])
+
+
 TRAINED: dict[str, Any] = {
     "plain": (Module, {}),
     "accumulated": (Module, {"accumulate_grad_batches": 3}),
@@ -188,6 +202,35 @@ def as_hsdp(name: str) -> None:
             assert module.losses == pytest.approx(usual.losses, rel=1e-5)
             assert len(module.losses) == 2
             assert engine_of(module) is None
+
+
+def tensor_parallel_as_lightnings() -> None:
+    """Two replicas of two columns, beside Lightning's two shards of each column."""
+    with clean():
+        usual = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+        wanted = weights(trained(usual, Parallel, {}).net)
+        made = ours("dear", tensor_parallel_size=2)
+        same(weights(trained(made, Parallel, {}).net), wanted, "tensor parallel")
+
+
+def one_file_warnings(folder: str) -> list[str]:
+    """What is logged about residuals when a checkpoint is one file."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wingbeat").addHandler(handler)
+    try:
+        with clean():
+            made = lightning.WingbeatModelParallelStrategy(
+                wingbeat.AllReduce(compression="sketch@2:auto_disable=false"),
+                replicas=2,
+                save_distributed_checkpoint=False,
+            )
+            watch = _Watch(Path(folder) / "saved.ckpt")
+            trained(made, Module, {"max_epochs": 1, "callbacks": [watch]})
+    finally:
+        logging.getLogger("wingbeat").removeHandler(handler)
+    return [line for line in lines if "is one file" in line]
 
 
 def resumed(kind: str, folder: str, distributed: bool) -> None:
@@ -324,108 +367,9 @@ def lightning_refusals() -> list[str]:
 # -- Accelerate and the HF Trainer --------------------------------------------------------
 
 
-@contextlib.contextmanager
-def fsdp_on_cpus() -> Iterator[None]:
-    """Accelerate takes its FSDP plugin on GPUs only; here it does so on CPUs too."""
-    usual, before = AcceleratorState.__init__, dict(os.environ)
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        usual(self, *args, **kwargs)
-        plugin = kwargs.get("fsdp_plugin")
-        if plugin is not None:
-            self.distributed_type = DistributedType.FSDP
-            PartialState._shared_state["distributed_type"] = self.distributed_type
-            if self._mixed_precision != "no":
-                plugin.set_mixed_precision(self._mixed_precision)
-            self.fsdp_plugin = plugin
-
-    AcceleratorState.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AcceleratorState.__init__ = usual  # type: ignore[method-assign]
-        os.environ.clear()
-        os.environ.update(before)
-        _forget()
-
-
 def _forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def accelerator(**options: Any) -> Any:
-    _forget()
-    plain = {"fsdp_version": 2, "auto_wrap_policy": "size_based_wrap", "min_num_params": 100}
-    plugin = FullyShardedDataParallelPlugin(**{**plain, **options.pop("plugin", {})})
-    sizes = options.pop("config", {"dp_replicate_size": 2, "dp_shard_size": 2})
-    config = None if sizes is None else ParallelismConfig(**sizes)
-    return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config, **options)
-
-
-ACCELERATED: dict[str, Any] = {
-    "plain": {},
-    "accumulated": {"gradient_accumulation_steps": 2},
-    # Accelerate's default also sums in bfloat16, and rounds more often than two levels do.
-    "bf16": {
-        "mixed_precision": "bf16",
-        "plugin": {
-            "mixed_precision_policy": MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-            )
-        },
-    },
-    "from rank 0": {"plugin": {"cpu_ram_efficient_loading": True}},
-}
-
-
-def accelerated(name: str, strategy: str | None, folder: str) -> torch.Tensor:
-    """Weights after training with clipping, a scheduler and an evaluation, saved and continued."""
-    for part in range(2):
-        each = accelerator(
-            **{**ACCELERATED[name], "plugin": {**ACCELERATED[name].get("plugin", {})}}
-        )
-        bare = network()
-        inner = torch.optim.AdamW(bare.parameters(), lr=0.02)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
-        objects = bare, inner, loader(), scheduler
-        if strategy is None:
-            model, optimizer, batches, scheduler = each.prepare(*objects)
-        else:
-            chosen = STRATEGIES[strategy]
-            model, optimizer, batches, scheduler = accelerate.prepare(
-                each, *objects, strategy=chosen
-            )
-            assert engine_of(model) is not None
-        if part:
-            each.load_state(f"{folder}/{strategy}")
-        for x, y in batches:
-            with each.accumulate(model):
-                each.backward(nn.functional.mse_loss(model(x), y))
-                if each.sync_gradients:
-                    each.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            model(torch.ones(2, 8))
-        if not part:
-            each.save_state(f"{folder}/{strategy}")
-    state = each.get_state_dict(model)
-    found = weights(model)
-    if each.is_main_process:
-        whole = torch.cat([value.flatten() for value in state.values()]).double()
-        same(whole, found, "what is saved")
-    return found
-
-
-def accelerate_as_hsdp(name: str, folder: str) -> None:
-    with clean(), fsdp_on_cpus():
-        wanted = accelerated(name, None, folder)
-        for strategy in STRATEGIES:
-            same(accelerated(name, strategy, folder), wanted, (name, strategy))
-            wingbeat.shutdown()
 
 
 def own_shards(folder: str) -> list[str]:
@@ -464,68 +408,52 @@ def _own_shards(strategy: str | None) -> tuple[torch.Tensor, Any]:
     return weights(model), each
 
 
-def accelerate_refusals() -> list[str]:
-    def of(**options: Any) -> Any:
-        bare = network()
-        optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
-        mesh = options.pop("mesh", None)
-        return lambda: accelerate.prepare(accelerator(**options), bare, optimizer, mesh=mesh)
+def _on_gpus(kind: Any) -> Any:
+    """A class of Accelerator that is of a type which GPUs have."""
+    return type("OnGpus", (Accelerator,), {"distributed_type": kind})
 
-    with clean(), fsdp_on_cpus():
-        found = said_by(
-            [
-                of(config={"dp_replicate_size": 1, "dp_shard_size": 4}),
-                of(plugin={"fsdp_version": 1}, config=None),
-                of(mesh=hsdp()),
-            ]
-        )
-        each = accelerator()
-        each.parallelism_config.cp_size = 2
+
+def fsdp_refusals(folder: str) -> list[str]:
+    """What is said to FSDP of Accelerate and of the HF Trainer, and to loaders beside ``tp``."""
+
+    def prepared(kind: Any = Accelerator, **options: Any) -> Any:
+        _forget()
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found += said_by([lambda: accelerate.prepare(each, model, optimizer)])
-        each.parallelism_config.cp_size = 1
-        each.state.device_mesh = types.SimpleNamespace(device_type="cuda")
-        return found + said_by([lambda: accelerate.prepare(each, model, optimizer)])
+        return accelerate.prepare(kind(cpu=True, **options), model, optimizer)
 
+    def configured(**sizes: int) -> Any:
+        several = _on_gpus(DistributedType.MULTI_GPU)
+        return prepared(several, parallelism_config=ParallelismConfig(**sizes))
 
-def hf_trained(strategy: str | None, folder: str) -> tuple[torch.Tensor, float]:
-    """Weights and the loss of an evaluation after training, saved and continued."""
-    runs = []
-    for part in range(2):
+    def trainer() -> Any:
+        args = transformers_cases.arguments(folder, fsdp=True, fsdp_config={"version": 2})
+        return transformers_cases.made(STRATEGIES["dear"], transformers_cases.llama(), args)
+
+    def with_loader(divide: Any) -> Any:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=(*NAMES, "tp"))
         _forget()
-        args = transformers_cases.arguments(
-            f"{folder}/{strategy}",
-            fsdp=True,
-            fsdp_config={
-                "version": 2,
-                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-                "state_dict_type": "SHARDED_STATE_DICT",
-            },
-            parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
-            gradient_accumulation_steps=2,
-            max_grad_norm=0.1,
-            save_strategy="steps",
-            save_steps=2,
-            max_steps=4,
-        )
-        model = transformers_cases.llama()
-        chosen = None if strategy is None else STRATEGIES[strategy]
-        trainer = transformers_cases.made(chosen, model, args)
-        trainer.train(resume_from_checkpoint=f"{folder}/{strategy}/checkpoint-2" if part else None)
-        runs.append(weights(trainer.model))
-        assert (strategy is None) == (engine_of(trainer.model) is None)
-        loss = trainer.evaluate()["eval_loss"]
-    same(runs[1], runs[0], "continued")
-    return runs[0], loss
+        model = divide(network(16), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return accelerate.prepare(Accelerator(cpu=True), model, optimizer, loader(), mesh=mesh)
 
+    def by_tp(model: Any, mesh: Any) -> Any:
+        return parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
 
-def hf_as_hsdp(folder: str) -> None:
-    with clean(), fsdp_on_cpus():
-        wanted, loss = hf_trained(None, folder)
-        for strategy in STRATEGIES:
-            found, own = hf_trained(strategy, folder)
-            same(found, wanted, strategy)
-            assert own == pytest.approx(loss, rel=1e-5)
-            wingbeat.shutdown()
+    cases = [
+        lambda: configured(dp_replicate_size=2, dp_shard_size=2),
+        lambda: configured(tp_size=4),
+        lambda: prepared(_on_gpus(DistributedType.FSDP)),
+        lambda: with_loader(by_tp),
+        lambda: with_loader(lambda model, mesh: sharded(by_tp(model, mesh), mesh["dp_shard"])),
+        trainer,
+        lambda: prepared(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)),
+    ]
+    before = dict(os.environ)
+    try:
+        with clean():
+            return said_by(cases)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        _forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from helpers.pool import Pool
+from helpers.refusals import assert_said
 from integrations import checkpoint_cases as cases
 
 PoolOf = Callable[[int], Pool]
@@ -98,3 +100,28 @@ def test_residuals_of_replicas_are_shared_out_to_another_number_of_replicas(
         for name, value in before.items():
             torch.testing.assert_close(after[name], value)
     assert same(loaded[0]["before"], saved[0]["before"])
+
+
+def test_optimizer_in_parts_of_whole_models_is_refused_by_replicas(
+    pool_of: PoolOf, tmp_path: Path
+) -> None:
+    pool_of(4).run(cases.save, "sharded", str(tmp_path))
+    for said, same_weights in pool_of(4).run(cases.refused_by_replicas, str(tmp_path)):
+        assert "parts of workers that divided the model in another way" in said
+        assert same_weights
+
+
+def test_save_without_residuals_removes_those_of_an_earlier_one(
+    pool_of: PoolOf, tmp_path: Path
+) -> None:
+    """In replicas of several ranks or of one."""
+    for name in ("1_of_2x0123456789abcdef_residuals_0_0_of_2", "residuals_0_1_of_2"):
+        (tmp_path / f"wingbeat_{name}.pt").touch()
+    (tmp_path / "wingbeat_residuals_1_0_of_1.pt").touch()
+    pool_of(2).run(cases.without_residuals, str(tmp_path))
+    assert os.listdir(tmp_path) == ["wingbeat_residuals_1_0_of_1.pt"]
+
+
+def test_models_that_differ_between_replicas_are_not_saved(pool_of: PoolOf) -> None:
+    for said in pool_of(4).run(cases.refused_averages):
+        assert_said(said, ["models that differ between replicas of 2 ranks: call wingbeat.sync"])

@@ -20,6 +20,18 @@ def test_lightning_trains_the_weights_of_its_hsdp(name: str, pool_of: PoolOf) ->
     pool_of(4).run(cases.as_hsdp, name, deadline=150.0)
 
 
+def test_lightning_trains_the_weights_of_its_tensor_parallelism(pool_of: PoolOf) -> None:
+    """So the ranks along that dimension have the same batches."""
+    pool_of(4).run(cases.tensor_parallel_as_lightnings, deadline=150.0)
+
+
+def test_checkpoint_of_one_file_warns_once_of_residuals(pool_of: PoolOf, tmp_path: Path) -> None:
+    first, *others = pool_of(4).run(cases.one_file_warnings, str(tmp_path), deadline=150.0)
+    assert len(first) == 1
+    assert "residuals start at zero, and warm-up of a codec from the beginning" in first[0]
+    assert others == [[], [], []]
+
+
 @pytest.mark.parametrize(
     ("kind", "distributed"),
     [
@@ -57,19 +69,6 @@ def test_lightning_refuses_wrong_sizes_and_options_in_one_line(pool_of: PoolOf) 
         assert_said(said, wanted)
 
 
-@pytest.mark.parametrize("name", slow_except(["accumulated"], cases.ACCELERATED))
-def test_accelerate_trains_the_weights_of_its_hsdp(
-    name: str, pool_of: PoolOf, tmp_path: Path
-) -> None:
-    """And continues from its checkpoints."""
-    pool_of(4).run(cases.accelerate_as_hsdp, name, str(tmp_path), deadline=150.0)
-
-
-@pytest.mark.slow
-def test_hf_trainer_trains_the_weights_of_its_hsdp(pool_of: PoolOf, tmp_path: Path) -> None:
-    pool_of(4).run(cases.hf_as_hsdp, str(tmp_path), deadline=150.0)
-
-
 def test_accelerate_trains_shards_of_the_user_and_does_not_save_them(
     pool_of: PoolOf, tmp_path: Path
 ) -> None:
@@ -78,13 +77,17 @@ def test_accelerate_trains_shards_of_the_user_and_does_not_save_them(
         assert_said(said, [each.replace(":", "_state():") for each in wanted])
 
 
-def test_accelerate_refuses_other_kinds_of_shards_in_one_line(pool_of: PoolOf) -> None:
+def test_fsdp_of_trainers_and_loaders_beside_tensor_parallelism_are_refused_in_one_line(
+    pool_of: PoolOf, tmp_path: Path
+) -> None:
     wanted = [
-        "there are no replicas between which wingbeat could exchange",
-        "FSDP of version 1",
-        "Accelerate shards this model, on the mesh of its parallelism_config: leave mesh out",
-        "its parallelism_config has cp_enabled",
-        "a mesh of 'cuda' devices is not supported yet",
+        "parallelism_config with dp_shard_size: Accelerate's FSDP needs GPUs",
+        "its parallelism_config has tp_enabled; allowed is dp_replicate_size",
+        "prepare(accelerator): Accelerate's FSDP needs GPUs",
+        "parameter '0.weight' is divided by parallelize_module(), whose ranks must read the same",
+        "parameter '0.weight' is divided by parallelize_module(), whose ranks must read the same",
+        "WingbeatTrainer: TrainingArguments(fsdp=...): Accelerate's FSDP needs GPUs",
+        "prepare(accelerator): Accelerate's FSDP needs GPUs",
     ]
-    for said in pool_of(4).run(cases.accelerate_refusals, deadline=150.0):
+    for said in pool_of(4).run(cases.fsdp_refusals, str(tmp_path), deadline=150.0):
         assert_said(said, wanted)

@@ -184,6 +184,7 @@ def test_measure_exchange_repetitions_begin_with_barrier() -> None:
 )  # fmt: skip
 def test_measure_exchange_malformed_measurement_names_sender(value, monkeypatch) -> None:
     def body(world: World):
+        world.members = (2, 7)  # of the job
         if world.rank == 1:
             honest = world.exchange
             world.exchange = lambda what, _mine: honest(what, value)  # type: ignore[method-assign]
@@ -194,7 +195,7 @@ def test_measure_exchange_malformed_measurement_names_sender(value, monkeypatch)
 
     with late.open_worlds(2) as (members, _), pytest.raises(PeerError) as caught:
         loopback.run(members, body)
-    assert "rank 1 sent a malformed measurement of an exchange" in str(caught.value)
+    assert "rank 7 sent a malformed measurement of an exchange" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

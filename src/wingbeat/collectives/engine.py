@@ -229,7 +229,7 @@ class Collectives:
             return Handle([nccl.start_factored(self.world, buffer, factors, where)])
         assert self._second is not None, "open_second() opens what the second sums travel in"
         begin = time.monotonic_ns()
-        summed = FactoredSum(factors, buffer, f"rank {self.world.rank}: {where}")
+        summed = FactoredSum(factors, buffer, f"{self.world.me}: {where}")
         end = time.monotonic_ns()
         meter.codec.add(end - begin)
         if stream.on:

@@ -18,16 +18,18 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from wingbeat.compression import Compression
 from wingbeat.engine.api import distribute, join, no_sync, synchronize, unwrapped
+from wingbeat.engine.gradients.placed import parallel_parameter
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError
 from wingbeat.integrations import check_names, library
@@ -41,16 +43,12 @@ from wingbeat.integrations.ddp import WireState, wire_hook
 from wingbeat.observe.log import log
 from wingbeat.strategies import DeAR, Strategy
 from wingbeat.transport import init
-from wingbeat.transport.mesh import check_device
 from wingbeat.transport.world import World, current
 
 __all__ = ["prepare", "register_comm_hook"]
 
 LEAST = "1.5.0"
 """The first supported version; constraints.txt has the tested one."""
-
-FSDP_NAMES = ("_optimizers", "is_fsdp2", "prepare_optimizer", "torch_device_mesh")
-"""Names of an Accelerator that are used with FSDP2."""
 
 NAMES = (
     "_dataloaders",  # private: the prepared loaders, for ``join_uneven_inputs``
@@ -62,8 +60,6 @@ NAMES = (
 
 _PAIRS = "_wingbeat_pairs"
 _PARALLEL = ("tp_enabled", "cp_enabled", "sp_enabled")
-_ACROSS = "dp_replicate"
-"""The name of the dimension across replicas in a mesh of Accelerate."""
 _PARAMETERS = nn.Module.parameters.__code__
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
@@ -85,17 +81,16 @@ def prepare(
     synchronized before saving. ``join_uneven_inputs`` uses wingbeat's `join`. `wingbeat.init` is
     called if it was not called before.
 
-    With Accelerate's FSDP2 (``fsdp_version=2`` and ``dp_replicate_size`` of its ParallelismConfig)
-    Accelerate shards the model inside a replica, and wingbeat exchanges between replicas.
-
     Args:
-        accelerator: an ``accelerate.Accelerator`` for data parallelism, or for FSDP2.
+        accelerator: an ``accelerate.Accelerator`` for data parallelism.
         objects: models with their optimizers, loaders and schedulers, in any order. A model without
             trained parameters needs no optimizer. wingbeat distributes the first of several
             optimizers of one model; the others stay unchanged.
         strategy: default: ``wingbeat.DeAR()``.
         device_placement: for each of ``objects``, as for ``accelerator.prepare``.
-        mesh, across: as for `wingbeat.distribute`, for models that you have sharded yourself.
+        mesh, across: as for `wingbeat.distribute`, for models that you have sharded yourself. A
+            loader is then accepted under ``fully_shard`` only: Accelerate gives each process other
+            batches, and ranks along a tensor-parallel dimension must read the same.
 
     Returns:
         The prepared objects in the same order; a single object without a tuple.
@@ -125,12 +120,7 @@ def prepare(
         )
     models = [each for each in objects if isinstance(each, nn.Module)]
     _refuse_setup(accelerator, world)
-    sharded = _mesh_of(accelerator)
-    if sharded is not None and mesh is not None:
-        raise UsageError(
-            "prepare(mesh=...): Accelerate shards this model, on the mesh of its "
-            "parallelism_config: leave mesh out"
-        )
+    _refuse_loaders(objects, models)
     warn_of_one(world)
     _refuse_ddp_options(accelerator, models)
     pairs = _pairs(models, [each for each in objects if isinstance(each, torch.optim.Optimizer)])
@@ -140,12 +130,9 @@ def prepare(
     for each, place in zip(objects, placement, strict=True):
         if isinstance(each, nn.Module):
             optimizer = pairs.get(id(each))
-            if sharded is None:
-                ready = _prepared_model(accelerator, each, optimizer, strategy, place, world, where)
-            else:
-                ready = _sharded_model(accelerator, each, optimizer, strategy, world, sharded)
-                made[id(optimizer)] = accelerator.prepare_optimizer(unwrapped(optimizer))
-            made[id(each)] = ready
+            made[id(each)] = _prepared_model(
+                accelerator, each, optimizer, strategy, place, world, where
+            )
     _upgrade(accelerator, [(made[key], unwrapped(o)) for key, o in pairs.items()])
     found: list[Any] = [made.get(id(each)) for each in objects]
     places = [at for at, each in enumerate(objects) if id(each) not in made]
@@ -184,36 +171,6 @@ def _prepared_model(
     if optimizer is not None:
         distribute(ready, optimizer, strategy, world=world, **where)
     return ready
-
-
-def _sharded_model(
-    accelerator: Any, model: nn.Module, optimizer: Any, strategy: Strategy, world: World, mesh: Any
-) -> nn.Module:
-    """Let Accelerate shard a model inside the replica, and distribute it."""
-    with _inside_replicas(accelerator.parallelism_config):
-        ready, wrapped = accelerator.prepare(model, optimizer)
-    # It is wrapped again once it is distributed: a gradient scaler remembers its step.
-    accelerator._optimizers.remove(wrapped)
-    distribute(ready, unwrapped(wrapped), strategy, world=world, mesh=mesh, across=_ACROSS)
-    made: nn.Module = ready
-    return made
-
-
-@contextlib.contextmanager
-def _inside_replicas(config: Any) -> Iterator[None]:
-    """Hide the dimension across replicas from the mesh that Accelerate gives ``fully_shard``."""
-    plain = type(config)
-
-    class Inside(plain):  # type: ignore[misc, valid-type]
-        @property
-        def fsdp_dim_names(self) -> list[str]:
-            return [name for name in super().fsdp_dim_names if name != _ACROSS]
-
-    config.__class__ = Inside
-    try:
-        yield
-    finally:
-        config.__class__ = plain
 
 
 def _pairs(models: list[nn.Module], optimizers: list[Any]) -> dict[int, Any]:
@@ -265,9 +222,10 @@ def _params(optimizer: Any) -> list[torch.Tensor]:
 def _refuse_setup(accelerator: Any, world: World) -> None:
     """Raise UsageError unless an Accelerator uses data parallelism in supported precision."""
     kind = accelerator.distributed_type.value
-    if kind == "FSDP":
-        refuse_fsdp(accelerator)
-    elif kind != "NO" and not kind.startswith("MULTI_"):
+    # On CPUs Accelerate ignores its plugin silently.
+    if kind == "FSDP" or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        refuse_fsdp("prepare(accelerator)")
+    if kind != "NO" and not kind.startswith("MULTI_"):
         raise UsageError(
             f"prepare(accelerator): it is set up for {kind}, which divides models in a way of its "
             "own; allowed are MULTI_GPU, MULTI_CPU and the like: leave out its plugin, or use "
@@ -277,14 +235,11 @@ def _refuse_setup(accelerator: Any, world: World) -> None:
     for name in _PARALLEL:
         if getattr(config, name, False):
             raise UsageError(
-                f"prepare(accelerator): its parallelism_config has {name}; allowed are "
-                "dp_replicate_size, and dp_shard_size with fsdp_version=2"
+                f"prepare(accelerator): its parallelism_config has {name}; allowed is "
+                "dp_replicate_size"
             )
-    if kind != "FSDP" and getattr(config, "dp_shard_enabled", False):
-        raise UsageError(
-            "prepare(accelerator): its parallelism_config has dp_shard_size, and it has no FSDP2 "
-            "that shards models: give it fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
-        )
+    if getattr(config, "dp_shard_enabled", False):
+        refuse_fsdp("prepare(accelerator): parallelism_config with dp_shard_size")
     if accelerator.mixed_precision == "fp8":
         raise UsageError(
             "prepare(accelerator): mixed_precision='fp8' exchanges layers after the optimizer was "
@@ -297,28 +252,29 @@ def _refuse_setup(accelerator: Any, world: World) -> None:
         )
 
 
-def refuse_fsdp(accelerator: Any) -> None:
-    """Raise UsageError unless Accelerate shards by FSDP2 in several replicas."""
-    if not accelerator.is_fsdp2:
-        raise UsageError(
-            "prepare(accelerator): it is set up for FSDP of version 1, which flattens parameters: "
-            "use FullyShardedDataParallelPlugin(fsdp_version=2), or accelerator.prepare()"
-        )
-    config = accelerator.parallelism_config
-    if config is None or not config.dp_replicate_enabled:
-        raise UsageError(
-            "prepare(accelerator): FSDP shards models over all processes, so there are no replicas "
-            "between which wingbeat could exchange: give Accelerator parallelism_config="
-            "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...), or use "
-            "accelerator.prepare()"
-        )
-    check_names("accelerate", {accelerator: FSDP_NAMES, type(config): ("fsdp_dim_names",)})
-    check_device(accelerator.torch_device_mesh.device_type)
+def refuse_fsdp(what: str) -> NoReturn:
+    """Raise UsageError for Accelerate's own FSDP."""
+    raise UsageError(
+        f"{what}: Accelerate's FSDP needs GPUs, and wingbeat's replicas on meshes of GPUs are not "
+        "supported yet: shard the model by fully_shard() on a mesh of the CPU and call "
+        "wingbeat.integrations.accelerate.prepare(..., mesh=mesh), or use PyTorch's own HSDP on "
+        "GPUs without wingbeat"
+    )
 
 
-def _mesh_of(accelerator: Any) -> Any:
-    """Return the mesh on which Accelerate shards models by FSDP2, or None."""
-    return accelerator.torch_device_mesh if accelerator.distributed_type.value == "FSDP" else None
+def _refuse_loaders(objects: Sequence[Any], models: Sequence[nn.Module]) -> None:
+    """Raise UsageError for a loader beside a tensor-parallel model."""
+    if not any(isinstance(each, DataLoader) for each in objects):
+        return
+    for model in models:
+        name = parallel_parameter(model)
+        if name:
+            raise UsageError(
+                f"prepare({type(model).__name__}, loader): parameter {name!r} is divided by "
+                "parallelize_module(), whose ranks must read the same batches, and Accelerate "
+                "gives each process others: leave the loader out, and shard its data by a "
+                "DistributedSampler with the coordinates of the mesh's other dimensions"
+            )
 
 
 def warn_of_one(world: World, env: Mapping[str, str] = os.environ) -> None:
@@ -427,7 +383,7 @@ class DistributedAccelerator:
         """
         pairs = self._wingbeat_live()
         for model, _ in pairs:
-            _refuse_shards(self, model, "save_state()")
+            _refuse_shards(model, "save_state()")
             synchronize(model)
         folder = super().save_state(output_dir, *args, **kwargs)  # type: ignore[misc]
         for number, (_, optimizer) in enumerate(pairs):
@@ -440,7 +396,7 @@ class DistributedAccelerator:
         Raises UsageError if the files of residuals are not from the same run.
         """
         for model, _ in self._wingbeat_live():
-            _refuse_shards(self, model, "load_state()")
+            _refuse_shards(model, "load_state()")
         seen: list[str] = []
         hook = self.register_load_state_pre_hook(  # type: ignore[attr-defined]
             lambda _models, folder: seen.append(folder)
@@ -467,11 +423,11 @@ class DistributedAccelerator:
         ]
 
 
-def _refuse_shards(accelerator: Any, model: nn.Module, what: str) -> None:
-    """Raise UsageError for shards that Accelerate has not made: it would save those of rank 0."""
+def _refuse_shards(model: nn.Module, what: str) -> None:
+    """Raise UsageError for shards, of which Accelerate would save those of rank 0."""
     engine = engine_of(model)
     replica = None if engine is None else engine.world.inside
-    if replica is not None and replica.size > 1 and not accelerator.is_fsdp2:
+    if replica is not None and replica.size > 1:
         raise UsageError(
             f"{what}: Accelerate saves rank 0's shards only of a model that it has not sharded: "
             "use wingbeat.integrations.checkpoint, or torch.distributed.checkpoint"

@@ -38,7 +38,8 @@ from wingbeat.observe.log import log
 __all__ = ["load", "state"]
 
 _MODEL, _OPTIMIZER, _PART = "model", "optim", "wingbeat"
-_DROPPED = "residuals start at zero, and warm-up of a codec from the beginning"
+DROPPED = "residuals start at zero, and warm-up of a codec from the beginning"
+"""What the log reports of residuals that were not saved, or are of other replicas."""
 _LAYOUT = "[0-9]{1,6}x[0-9a-f]{16}"
 _PARTS = re.compile(rf"{_PART}\.((?:([0-9]{{1,6}})_of_({_LAYOUT})\.)?([0-9]{{1,6}}))")
 
@@ -120,8 +121,8 @@ def load(
     template[_PART] = _empty_parts(saved, where, engine)
     if not template[_PART] and _OPTIMIZER not in template:
         raise UsageError(
-            f"checkpoint.load({where}): its optimizer is in parts of another mesh: train on the "
-            "mesh that saved it"
+            f"checkpoint.load({where}): its optimizer is in parts of workers that divided the "
+            "model in another way: load it on the mesh that saved it"
         )
     dcp.load(template, storage_reader=storage_reader)
     parts = [_unpacked(part) for part in template[_PART].values()]
@@ -207,7 +208,7 @@ def _empty_parts(saved: Metadata, where: str, engine: Engine) -> dict[str, torch
     replica = engine.world.inside
     mine = _layout(engine), 0 if replica is None or replica.size == 1 else replica.place
     if mine not in found and engine.compression.residuals is not None and _is_first(engine):
-        log.info("%s is of replicas that divide the model in another way: %s", where, _DROPPED)
+        log.info("%s is of replicas that divide the model in another way: %s", where, DROPPED)
     parts = found.get(mine, {})
     return {
         key: torch.empty(described.size, dtype=described.properties.dtype)
@@ -228,14 +229,18 @@ def _unpacked(data: torch.Tensor) -> dict[str, Any]:
 def save_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
     """Write this worker's residuals, if its strategy keeps any; every worker calls this.
 
-    ``number`` identifies the optimizer in a checkpoint of several. Workers that hold different
-    shards write files of different names, each with its place in the replica.
+    Otherwise files of an earlier checkpoint in the same folder are removed. ``number`` identifies
+    the optimizer in a checkpoint of several. Workers that hold different shards write files of
+    different names, each with its place in the replica.
     """
-    engine = engine_of(optimizer)
+    engine, name = engine_of(optimizer), f"residuals_{number}"
     part = None if engine is None else engine.compression.state_dict()
     if engine is not None and part is not None:
-        name = f"{_place(engine, '_')}residuals_{number}"
+        name = f"{_place(engine, '_')}{name}"
         write_part(part, Path(folder), name, engine.world.rank, engine.world.size)
+        return
+    for path, _ in _of_any_layout(Path(folder), name):
+        path.unlink(missing_ok=True)
 
 
 def load_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
@@ -251,7 +256,7 @@ def load_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
     latest = _latest(Path(folder), name)
     if latest is not None and latest != _layout(engine):
         if _is_first(engine):
-            log.info("%s is of replicas that divide the model in another way: %s", folder, _DROPPED)
+            log.info("%s is of replicas that divide the model in another way: %s", folder, DROPPED)
         return
     name = f"{place}{name}"
     parts = read_parts(Path(folder), name, engine.world.rank, engine.world.size)
@@ -262,14 +267,17 @@ def load_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
 
 
 def _latest(folder: Path, name: str) -> str | None:
-    """Return the end of the names' place of the files that were written last, or None."""
-    pattern = re.compile(rf"wingbeat_(?:\d+_of_({_LAYOUT})_)?{re.escape(name)}_\d+_of_\d+\.pt")
-    found = [
-        (path.stat().st_mtime_ns, match[1] or "")
-        for path in folder.glob(f"wingbeat_*{name}_*.pt")
-        if (match := pattern.fullmatch(path.name))
-    ]
+    """Return the layout of the files that were written last, or None if there are no files."""
+    found = [(path.stat().st_mtime_ns, layout) for path, layout in _of_any_layout(folder, name)]
     return max(found)[1] if found else None
+
+
+def _of_any_layout(folder: Path, name: str) -> Iterator[tuple[Path, str]]:
+    """Yield the files of an optimizer with their layouts."""
+    pattern = re.compile(rf"wingbeat_(?:\d+_of_({_LAYOUT})_)?{re.escape(name)}_\d+_of_\d+\.pt")
+    for path in folder.glob(f"wingbeat_*{name}_*.pt"):
+        if match := pattern.fullmatch(path.name):
+            yield path, match[1] or ""
 
 
 def write_part(part: dict[str, Any], folder: Path, name: str, rank: int, size: int) -> None:

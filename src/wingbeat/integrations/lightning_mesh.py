@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from wingbeat.engine.api import distribute, synchronize
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import UsageError, unknown
-from wingbeat.integrations.checkpoint import load_residuals, save_residuals
+from wingbeat.integrations.checkpoint import DROPPED, load_residuals, save_residuals
 from wingbeat.integrations.lightning_family import (
     MESH_OBJECT,
     FabricStrategy,
@@ -211,9 +211,10 @@ def _save(optimizer: Any, path: Any, number: int = 0) -> None:
     engine = None if optimizer is None else engine_of(optimizer)
     if engine is not None and engine.compression.residuals is not None and dist.get_rank() == 0:
         log.warning(
-            "the checkpoint %s is one file, without the workers' residuals, which start at zero "
-            "when it is loaded: save_distributed_checkpoint=True saves them",
+            "the checkpoint %s is one file, which has no place for the workers' residuals: when it "
+            "is loaded, %s; save_distributed_checkpoint=True saves them",
             path,
+            DROPPED,
         )
 
 

@@ -190,5 +190,5 @@ def _refuse_setup(trainer: Any) -> None:
             f"{kind}: TrainingArguments(...) has deepspeed set, which divides models in a way of "
             "its own; leave it out, or use transformers.Trainer"
         )
-    if getattr(trainer, "is_fsdp_enabled", False):
-        refuse_fsdp(trainer.accelerator)
+    if args.fsdp or getattr(trainer, "is_fsdp_enabled", False):
+        refuse_fsdp(f"{kind}: TrainingArguments(fsdp=...)")

@@ -304,7 +304,7 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
             size, topology = answer[0], answer[1] or self.topology
             if size > 0 and topology in (*tuning.topologies, self.topology):
                 return size, topology
-        raise PeerError(f"rank {world.rank}: rank 0 sent a malformed bucket size: {answer!r}")
+        raise PeerError(f"{world.me}: {world.name(0)} sent a malformed bucket size: {answer!r}")
 
 
 def _possible_topologies(
@@ -420,7 +420,7 @@ class ThresholdController(_LedController[Cuts, ThresholdResult]):
         valid = all(is_number(level) and 0 <= level <= 1 for level in levels)
         falling = valid and levels == sorted(set(levels), reverse=True)
         if not falling or len(levels) != count:
-            raise PeerError(f"rank {world.rank}: rank 0 sent malformed thresholds: {answer!r}")
+            raise PeerError(f"{world.me}: {world.name(0)} sent malformed thresholds: {answer!r}")
         return tuple(map(float, levels))
 
 

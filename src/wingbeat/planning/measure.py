@@ -191,7 +191,7 @@ def _slowest(world: World, own: Sequence[Sequence[float]]) -> list[tuple[float, 
     for peer, row in enumerate(rows):
         if not valid(row):
             raise PeerError(
-                f"rank {world.rank}: rank {peer} sent a malformed measurement of an exchange: "
+                f"{world.me}: {world.name(peer)} sent a malformed measurement of an exchange: "
                 f"{str(row)[:60]}; all workers have to run the same wingbeat"
             )
     columns = (zip(*each, strict=True) for each in zip(*rows, strict=True))

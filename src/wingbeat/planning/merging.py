@@ -391,11 +391,10 @@ class LayerMerging:
                     for each in merge.candidates(rule, workload, found.costs())
                 ]
             except Exception as err:
-                first = self._world.ranks[0]
-                mine = f"rank {first} could not merge layers: {type(err).__name__}: {err}"
+                mine = f"{self._world.me} could not merge layers: {type(err).__name__}: {err}"
         answer = self._world.exchange("merged layers", mine)[0]
         if isinstance(answer, str):
-            raise PeerError(f"rank {self._world.ranks[rank]}: {answer}")
+            raise PeerError(f"{self._world.me}: {answer}")
         self._candidates = checked_plans(answer, workload, rank)
         self.probe = found
         self._follow(self._candidates[0])
@@ -481,7 +480,8 @@ class LayerMerging:
         try:
             self.decide(from_json(Probe, answer, "probe"))
         except (UsageError, MalformedMessage) as err:
-            raise PeerError(f"rank {self._world.rank}: rank 0 sent a damaged plan: {err}") from None
+            world = self._world
+            raise PeerError(f"{world.me}: {world.name(0)} sent a damaged plan: {err}") from None
 
 
 def checked_plans(answer: Any, workload: Workload, rank: int) -> list[Candidate]:

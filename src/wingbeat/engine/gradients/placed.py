@@ -84,6 +84,22 @@ def gathered_ids(model: torch.nn.Module) -> set[int]:
     }
 
 
+def parallel_parameter(model: torch.nn.Module) -> str:
+    """Return the name of a tensor-parallel parameter; empty: there is none.
+
+    It is placed on more ranks than those of its ``fully_shard``.
+    """
+    ranks = {
+        id(param.sharded_param): param.mesh_info.mesh.size()
+        for group in whole_groups(model)
+        for param in group.fsdp_params
+    }
+    for name, param in torch.nn.Module.named_parameters(model):
+        if is_placed(param) and param.device_mesh.size() > ranks.get(id(param), 1):  # type: ignore[attr-defined]
+            return name
+    return ""
+
+
 class GatherHook:
     """Calls ``before`` with the parameters of a group before ``fully_shard`` gathers them.
 
