@@ -118,16 +118,13 @@ def test_uses_of_fsdp2_over_tensor_parallelism_equal_hsdps(
 
 
 def test_compressed_parts_of_tensor_parallelism_train_as_hsdp_nearly(job: Pool) -> None:
-    """Copies stay equal, because they are sent whole; a codec for them is refused."""
-    groups = "layers.2.bias@fp32+head.*@fp32"
-    strategy = f"allreduce:compression=sketch@4:auto_disable=false:groups={groups}"
+    """Copies of the norm's weight and of biases stay equal, because they are sent whole."""
+    strategy = "allreduce:compression=sketch@4:auto_disable=false"
     found = job.run(mesh_cases.compressed_in_parallel, (2, 1, 2), strategy, 6)
-    for difference, trained, kept, said in found:
+    for difference, trained, kept in found:
         assert 1e-6 < difference < 0.05
         assert trained == found[0][1]
         assert any(kept)
-        assert "several ranks of a replica hold parameter 'layers.2.bias' (and 2 more)" in said
-        assert "\n" not in said
 
 
 @pytest.mark.slow

@@ -10,9 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from wingbeat.compression import codec_of, for_parameter
 from wingbeat.engine.gradients.bucket import dtype_name
-from wingbeat.engine.gradients.placed import copies, divides, gathered_ids, is_placed
+from wingbeat.engine.gradients.placed import divides, gathered_ids, is_placed
 from wingbeat.engine.gradients.sparse import sparse_parameters
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
@@ -128,30 +127,6 @@ def averages_inside(model: torch.nn.Module, strategy: Strategy, world: World) ->
     replica = world.inside
     several = replica is not None and replica.size > 1
     return several and strategy.exchange.collective and not any(map(is_placed, model.parameters()))
-
-
-def check_coded_copies(model: torch.nn.Module, strategy: Strategy, world: World) -> None:
-    """Raise a `UsageError` for a codec of parameters that several ranks of a replica hold.
-
-    Each column encodes them with other parameters, and rounds them in another way. ``world`` is the
-    column of this rank.
-    """
-    replica, wire = world.inside, strategy.wire
-    if replica is None or world.size == 1 or codec_of(wire) is None:
-        return
-    held = [
-        name
-        for name, param in model.named_parameters()
-        if param.requires_grad and copies(param, replica) > 1 and for_parameter(wire, name)
-    ]
-    if held:
-        more = f" (and {len(held) - 1} more)" if len(held) > 1 else ""
-        raise UsageError(
-            f"distribute(mesh=...): several ranks of a replica hold parameter {held[0]!r}{more}, "
-            f"and {strategy!r} would round it in another way on each: send these whole, by "
-            f'compression=Sketch(groups={{{held[0]!r}: "fp32"}}) or LowRank(groups=...), or use '
-            "a dtype"
-        )
 
 
 def check_placed(model: torch.nn.Module, world: World) -> None:
