@@ -112,11 +112,12 @@ def trained(
         if thread is not None:
             thread.start()
         seen: set[psutil.Process] = set()
+        started_here = [store.pid, *(each.pid for each in replicas)]
         while any(each.poll() is None for each in replicas):
             time.sleep(0.2)
-            for each in (store, *replicas):
+            for pid in started_here:
                 with contextlib.suppress(psutil.Error):
-                    seen.update(psutil.Process(each.pid).children(recursive=True))
+                    seen.update(psutil.Process(pid).children(recursive=True))
             if any(each.poll() not in (None, 0) for each in replicas):
                 break
         if killer is not None and thread is not None:
