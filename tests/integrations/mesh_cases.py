@@ -359,7 +359,7 @@ def lightning_refusals() -> list[str]:
                 lambda: trained(strategy(tensor_parallel_size=0), Module, {}),
                 lambda: trained(strategy(), Module, {}),
                 lambda: made.setup(bare, torch.optim.SGD(bare.parameters(), lr=0.1)),
-                lambda: trained(strategy(wingbeat.LocalSGD(), replicas=2), Module, {}),
+                lambda: trained(strategy(wingbeat.ADPSGD(), replicas=2), Module, {}),
             ]
         )
 

@@ -63,7 +63,7 @@ def test_lightning_refuses_wrong_sizes_and_options_in_one_line(pool_of: PoolOf) 
         "tensor_parallel_size=0): give positive whole numbers",
         "all 4 workers are one replica, so there is nothing to exchange: give replicas=2",
         "call model = fabric.setup(model) first",
-        "LocalSGD() is not possible for replicas of 2 ranks",
+        "ADPSGD() is not possible for replicas of 2 ranks",
     ]
     for said in pool_of(4).run(cases.lightning_refusals, deadline=150.0):
         assert_said(said, wanted)

@@ -49,6 +49,10 @@ class Compression:
         collect: adds the residuals that other objects hold during training.
         on_host: whether residuals are on the host, where the exchange encodes, and not beside the
             gradients.
+
+    Raises:
+        UsageError: a group matches no parameter, or momentum correction is impossible because
+            several ranks of a replica hold a parameter.
     """
 
     collect: Callable[[], None] | None = None
