@@ -132,8 +132,8 @@ def joined(
     if engine.world.size == 1 or not enable:
         yield
         return
-    replica = engine.world.inside
-    if replica is not None and replica.size > 1:
+    replica = engine.world.replica
+    if replica is not None:
         raise UsageError(
             f"join() with replicas of {replica.size} ranks: those without batches would not gather "
             "parameters with the others; give each worker as many batches"

@@ -96,8 +96,8 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
 
     ``world`` is the column of this rank.
     """
-    replica = world.inside
-    if replica is None or replica.size == 1:
+    replica = world.replica
+    if replica is None:
         return
     exchange = strategy.exchange
     if getattr(strategy.plan, "file", ""):
@@ -124,9 +124,9 @@ def averages_inside(model: torch.nn.Module, strategy: Strategy, world: World) ->
     Collectives of all ranks then average inside a replica and across, on two levels where it is
     faster. ``world`` is the column of this rank.
     """
-    replica = world.inside
-    several = replica is not None and replica.size > 1
-    return several and strategy.exchange.collective and not any(map(is_placed, model.parameters()))
+    if world.replica is None or not strategy.exchange.collective:
+        return False
+    return not any(map(is_placed, model.parameters()))
 
 
 def check_placed(model: torch.nn.Module, world: World) -> None:

@@ -61,33 +61,22 @@ class BucketsOnHost:
         out: bool = True,
         back: bool = True,
         into: torch.Tensor | None = None,
-    ) -> None:
-        """Run an operation as `begin` does, and store its handle in the bucket."""
-        owner = bucket.of if isinstance(bucket, HostBucket) else bucket
-        owner.handle = self.begin(bucket, submit, out=out, back=back, into=into)
-
-    def begin(
-        self,
-        bucket: Bucket,
-        submit: Callable[[], Waitable],
-        *,
-        out: bool = True,
-        back: bool = True,
-        into: torch.Tensor | None = None,
     ) -> PendingOperation:
-        """Run an operation on a bucket returned by `of`.
+        """Run an operation on a bucket returned by `of`; return its handle, stored in the bucket.
 
         ``out``: it reads the bucket; ``back``: it writes it, or ``into`` instead, which is of the
         same length. ``submit`` begins it; in another thread once the copy has ended, if there is
         one.
         """
         if not isinstance(bucket, HostBucket):
-            return cast("PendingOperation", submit())
+            bucket.handle = handle = cast("PendingOperation", submit())
+            return handle
         whole = Pair(bucket.of.flat, bucket.flat)
         target = whole if into is None else Pair(into, bucket.flat)
-        return self._copies.of(whole.device.device).start(
+        bucket.of.handle = operation = self._copies.of(whole.device.device).start(
             f"bucket {bucket.index}",
             [whole] if out else [],
             submit,
             [target] if back else [],
         )
+        return operation

@@ -426,8 +426,7 @@ class DistributedAccelerator:
 def _refuse_shards(model: nn.Module, what: str) -> None:
     """Raise UsageError for shards, of which Accelerate would save those of rank 0."""
     engine = engine_of(model)
-    replica = None if engine is None else engine.world.inside
-    if replica is not None and replica.size > 1:
+    if engine is not None and engine.world.replica is not None:
         raise UsageError(
             f"{what}: Accelerate saves rank 0's shards only of a model that it has not sharded: "
             "use wingbeat.integrations.checkpoint, or torch.distributed.checkpoint"

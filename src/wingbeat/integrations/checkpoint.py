@@ -147,8 +147,8 @@ def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> En
         raise UsageError(
             f"checkpoint.{what}(): pass a model and its optimizer as distribute() has returned them"
         )
-    replica = engine.world.inside
-    if engine.update.averaging and replica is not None and replica.size > 1:
+    replica = engine.world.replica
+    if engine.update.averaging and replica is not None:
         raise UsageError(
             f"checkpoint.{what}() is not possible for models that differ between replicas of "
             f"{replica.size} ranks: call wingbeat.synchronize(model), and save the state dicts of "
@@ -159,16 +159,16 @@ def _engine(model: nn.Module, optimizer: torch.optim.Optimizer, what: str) -> En
 
 def _place(engine: Engine, end: str) -> str:
     """Return a prefix that tells workers apart which hold different parts of the model."""
-    replica = engine.world.inside
-    if replica is None or replica.size == 1:
+    replica = engine.world.replica
+    if replica is None:
         return ""
     return f"{replica.place}_of_{_layout(engine)}{end}"
 
 
 def _layout(engine: Engine) -> str:
     """Return the ranks of a replica and a digest of how they divide the model; empty for one."""
-    replica = engine.world.inside
-    if replica is None or replica.size == 1:
+    replica = engine.world.replica
+    if replica is None:
         return ""
     placed = [
         (slot.name, repr(slot.param.placements), tuple(slot.param.device_mesh.shape))  # type: ignore[attr-defined]
@@ -178,12 +178,6 @@ def _layout(engine: Engine) -> str:
     sizes = [len(replica.group_ranks(name)) for name in replica.names]
     told = repr((replica.names, sizes, placed)).encode()
     return f"{replica.size}x{hashlib.sha256(told).hexdigest()[:16]}"
-
-
-def _is_first(engine: Engine) -> bool:
-    """Whether this worker logs what concerns all."""
-    replica = engine.world.inside
-    return engine.world.rank == 0 and (replica is None or replica.place == 0)
 
 
 def _empty_parts(saved: Metadata, where: str, engine: Engine) -> dict[str, torch.Tensor]:
@@ -205,9 +199,9 @@ def _empty_parts(saved: Metadata, where: str, engine: Engine) -> dict[str, torch
             f"checkpoint.load({where}): parts of workers are missing in it; it was not "
             "saved from wingbeat.integrations.checkpoint.state()"
         )
-    replica = engine.world.inside
-    mine = _layout(engine), 0 if replica is None or replica.size == 1 else replica.place
-    if mine not in found and engine.compression.residuals is not None and _is_first(engine):
+    replica = engine.world.replica
+    mine = _layout(engine), 0 if replica is None else replica.place
+    if mine not in found and engine.compression.residuals is not None and engine.world.leads:
         log.info("%s is of replicas that divide the model in another way: %s", where, DROPPED)
     parts = found.get(mine, {})
     return {
@@ -255,7 +249,7 @@ def load_residuals(optimizer: Any, folder: str | Path, number: int = 0) -> None:
     place, name = _place(engine, "_"), f"residuals_{number}"
     latest = _latest(Path(folder), name)
     if latest is not None and latest != _layout(engine):
-        if _is_first(engine):
+        if engine.world.leads:
             log.info("%s is of replicas that divide the model in another way: %s", folder, DROPPED)
         return
     name = f"{place}{name}"

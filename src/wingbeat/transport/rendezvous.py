@@ -505,8 +505,7 @@ def connect_column(job: World, members: Sequence[int], name: str) -> World:
     if size > 1 and job.returned and not world.has_published("speeds", rank):
         raise RendezvousError(
             f"rank {job.rank} cannot rejoin: its former process ended in distribute(), before it "
-            "was connected to the other replicas; start all replicas again, with another "
-            "WINGBEAT_JOB_ID, or after `wingbeat store` was started again"
+            f"was connected to the other replicas; {replica_jobs.START_AGAIN}"
         )
     if size > 1:
         named = list(job.interfaces) or None

@@ -208,7 +208,7 @@ class Claim(NamedTuple):
     error: str = ""
 
 
-_OTHER = (
+START_AGAIN = (
     "start all replicas again, with another WINGBEAT_JOB_ID, or after `wingbeat store` was started "
     "again"
 )
@@ -231,7 +231,7 @@ def agree(settings: ReplicaSettings, job: TorchJob, claims: Sequence[Claim]) -> 
         if claim.former != Former.CONNECTED:
             raise RendezvousError(
                 f"{me} cannot rejoin: its former processes ended before the job at the store at "
-                f"{settings.where} was connected, rank {rank}'s among them: {_OTHER}"
+                f"{settings.where} was connected, rank {rank}'s among them: {START_AGAIN}"
             )
     return True
 
@@ -263,5 +263,5 @@ def require_others(store: TorchStore, settings: ReplicaSettings, job: TorchJob, 
             return
     raise RendezvousError(
         f"replica {settings.number} cannot rejoin: no process of another replica of the job at the "
-        f"store at {settings.where} runs any more: {_OTHER}"
+        f"store at {settings.where} runs any more: {START_AGAIN}"
     )

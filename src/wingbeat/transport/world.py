@@ -188,6 +188,11 @@ class World:
         """Whether this worker logs what concerns all; in a mesh, rank 0 of the job."""
         return self.rank == 0 and self.ranks[0] == 0
 
+    @property
+    def replica(self) -> Replica | None:
+        """The replica of this worker, if it has several ranks; None otherwise."""
+        return self.inside if self.inside is not None and self.inside.size > 1 else None
+
     def replica_of(self, worker: int) -> tuple[int, ...]:
         """Return the ranks in the job of the replica in which one of these workers is."""
         rank = self.ranks[worker]
@@ -199,8 +204,7 @@ class World:
         ranks = self.replica_of(worker)
         if self.inside is None or len(ranks) == 1:
             return f"rank {ranks[0]}"
-        number = self.inside.replicas.index(ranks)
-        return f"replica {number} (ranks {', '.join(map(str, ranks))})"
+        return self.inside.name(self.inside.replicas.index(ranks))
 
     @property
     def weights(self) -> tuple[float, ...]:

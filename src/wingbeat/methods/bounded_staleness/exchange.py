@@ -179,7 +179,7 @@ class BoundedStalenessExchange:
             )
         else:
             self._replica = AsynchronousReplica(*common)
-        inside = world.inside if world.inside is not None and world.inside.size > 1 else None
+        inside = world.replica
         joined = join_workers(
             world.store, world.rank, world.size, namespace=f"stale{world.serial}",
             interfaces=("lo",) if world.threads else world.interfaces or None,
@@ -236,8 +236,7 @@ class BoundedStalenessExchange:
         used = [slot.used for slot in bucket.slots]
         flat = own.flat[: bucket.numel]
         send = functools.partial(self._send, self._pieces, bucket.index, flat, used)
-        bucket.handle = self._on_host.begin(own, send, back=False)
-        self._sending.append(bucket.handle)
+        self._sending.append(self._on_host.start(own, send, back=False))
         if self.synchronous:
             self._buckets_sent += 1
             bucket.handle = _RoundHandle(self)

@@ -127,7 +127,7 @@ def receive_state(
                 link.close()
             receiver.join()
         inner.close()
-    name = f"rank {world.ranks[world.rank]}: rank {world.ranks[sender]}"
+    name = f"{world.me}: {world.name(sender)}"
     if receiver.state is None:
         _log.warning(
             "%s was lost %.1f s after it was asked for its state: %s; another one is asked",
@@ -193,10 +193,9 @@ class GroupSession:
         self._leader: Leader | None = None
         self._channel: Channel | None = None
         self.client: Client | StaticClient | Follower
-        inside = world.inside
-        if inside is not None and inside.size > 1:
+        if world.replica is not None:
             self._channel = Channel(world, room, encrypted=encrypted)
-            if inside.leader != world.ranks[world.rank]:
+            if world.replica.leader != world.ranks[world.rank]:
                 self.client = Follower(self._channel, self.reducer)
                 self.client.on_fetch = self._send_state
                 return
@@ -367,7 +366,7 @@ class GroupAverager:
     def __init__(self, session: GroupSession, buffer: torch.Tensor, world: World) -> None:
         self.buffer, self.session = buffer, session
         self._threads, self._rank, self._closed = world.threads, world.rank, False
-        self._me = f"rank {world.ranks[world.rank]}"
+        self._me = world.me
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()

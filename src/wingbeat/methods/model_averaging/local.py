@@ -233,7 +233,7 @@ class LocalUpdate(WholeUpdate):
         self._sample = now
         if self._changes == _CHANGES:
             self._forwards = None
-            if self._world.ranks[self._world.rank] == 0:
+            if self._world.leads:
                 log.warning(
                     "weights have changed in %d forwards, and optimizer.step() was never called, "
                     "in which models are averaged: call it in place of updates made manually, or "
@@ -293,10 +293,10 @@ class LocalUpdate(WholeUpdate):
 
     def _average_buffers_inside(self) -> None:
         """Average the model's buffers over the replica too: its ranks may have other batches."""
-        inside, span = self._world.inside, self._model.buffers
-        if inside is not None and inside.size > 1 and len(span):
+        replica, span = self._world.replica, self._model.buffers
+        if replica is not None and len(span):
             part = self._model.flat[span.start : span.stop]
-            part.copy_(inside.sum(part).div_(inside.size))
+            part.copy_(replica.sum(part).div_(replica.size))
 
     def _any(self, found: bool) -> bool:
         """Whether it is true on any rank of the replica; all of them must call this."""

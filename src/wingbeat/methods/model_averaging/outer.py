@@ -169,9 +169,8 @@ class OuterUpdate(LocalUpdate):
         others = [each for each in published if world.read(_FIRST_SHARED, each) != mine]
         if self._any(bool(others)):  # the ranks of a replica hold different parts
             named = [world.ranks[each] for each in others]
-            own = world.ranks[world.rank]
             raise UsageError(
-                f"rank {own} and rank {named[0] if named else 'another one'} started with "
+                f"{world.me} and rank {named[0] if named else 'another one'} started with "
                 "different weights, with which an outer optimizer (DiLoCo) never converges to one "
                 "model: weights loaded after distribute(), or changed by another optimizer before "
                 "the first step, must be the same on all ranks; call wingbeat.synchronize(model) "
