@@ -25,6 +25,7 @@ from killing import (
     Killer,
     Telling,
     keep,
+    kill_cells,
     loss_of,
     losses,
     missed_losses,
@@ -91,17 +92,6 @@ COLUMNS = ("kill", "rank", "at round", "stood still, s", "rounds without", "back
 
 def tables(report: dict[str, Any]) -> list[Printed]:
     """Return a row for each kill, and the totals."""
-    cells = [
-        (
-            f"kill {number}",
-            str(kill["rank"]),
-            str(kill["steps"]),
-            f"{kill['still_s']:.2f}",
-            str(kill["steps_without"]),
-            f"{kill['back_s']:.2f}",
-        )
-        for number, kill in enumerate(report["kills"], start=1)
-    ]
     found = report["audit"]
     notes = [
         *standstills(report["kills"]),
@@ -109,6 +99,7 @@ def tables(report: dict[str, Any]) -> list[Printed]:
         f"{found['counted']} contributions, {found['dropped']} iterations dropped, "
         f"{found['lost']} colayers lost, {found['pulls']} pulls, {len(found['findings'])} findings",
     ]
+    cells = kill_cells(report["kills"])
     return [Printed.of("workers under bounded staleness, killed", COLUMNS, cells, notes)]
 
 

@@ -38,7 +38,7 @@ import hooks
 import torch
 import torch.distributed as dist
 from common import at_least_one, run_and_judge, show, write
-from time_to_accuracy import LEAST, TARGETS, score
+from time_to_accuracy import LEAST, TARGETS, differing, score
 
 import wingbeat
 from wingbeat.errors import LabError, UsageError
@@ -249,11 +249,7 @@ def summary(
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
     """The kinds whose fastest row is not ahead of the baseline's, and rows that fell apart."""
-    out = [
-        f"{row['strategy']} leaves the workers with different weights"
-        for row in rows
-        if not row["same_weights"]
-    ]
+    out = differing(rows)
     kinds = dict.fromkeys(row["kind"] for row in rows)
     first = {
         each: min((row for row in rows if row["kind"] == each), key=_seconds) for each in kinds

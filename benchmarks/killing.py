@@ -230,6 +230,21 @@ def standstills(kills: Sequence[dict[str, Any]]) -> list[str]:
     return [f"the others stood still for {statistics.median(still):.2f} s (median), {spread}"]
 
 
+def kill_cells(kills: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a row for each kill; its last cell is empty if the worker has not rejoined."""
+    return [
+        (
+            f"kill {number}",
+            str(kill["rank"]),
+            str(kill["steps"]),
+            f"{kill['still_s']:.2f}",
+            str(kill["steps_without"]),
+            "" if kill["back_s"] is None else f"{kill['back_s']:.2f}",
+        )
+        for number, kill in enumerate(kills, start=1)
+    ]
+
+
 def losses_table(found: dict[str, Any]) -> Printed:
     """Return each worker's held-out loss, before and after."""
     cells = [(name, f"{a:.3f}", f"{b:.4f}") for name, (a, b, _) in sorted(found.items())]

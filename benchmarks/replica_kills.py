@@ -37,6 +37,7 @@ from killing import (
     PATIENCE_S,
     Killer,
     Telling,
+    kill_cells,
     loss_of,
     losses,
     losses_table,
@@ -225,20 +226,10 @@ COLUMNS = ("kill", "replica", "at step", "stood still, s", "steps without", "bac
 
 def tables(report: dict[str, Any]) -> list[Printed]:
     """Return a row for each kill."""
-    cells = [
-        (
-            f"kill {number}",
-            str(kill["rank"]),
-            str(kill["steps"]),
-            f"{kill['still_s']:.2f}",
-            str(kill["steps_without"]),
-            f"{kill['back_s']:.2f}",
-        )
-        for number, kill in enumerate(report["kills"], start=1)
-    ]
     calm = [loss for _, loss, _ in report["undisturbed"].values()]
     notes = standstills(report["kills"])
     notes.append(f"after {report['steps']} steps without kills the loss is {calm[0]:.4f}")
+    cells = kill_cells(report["kills"])
     return [Printed.of("replicas, of which a process is killed", COLUMNS, cells, notes)]
 
 

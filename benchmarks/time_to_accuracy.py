@@ -101,13 +101,18 @@ def summary(runs: Sequence[dict[str, Any]], target: float) -> list[dict[str, Any
     return rows
 
 
-def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Whether a form of DDP is first, and the rows whose workers end with different weights."""
-    out = [
+def differing(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Name the rows whose workers end with different weights."""
+    return [
         f"{row['strategy']} leaves the workers with different weights"
         for row in rows
         if not row["same_weights"]
     ]
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Whether a form of DDP is first, and the rows whose workers end with different weights."""
+    out = differing(rows)
     first = {}
     for ddp in (True, False):
         there = [row for row in rows if row["ddp"] == ddp and row["score_s"] is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,6 @@ from helpers.pool import Pool
 
 SIZE = 4
 PAGE = Path(__file__).parents[2] / "docs/how-to/shards.md"
-
-
-@pytest.fixture(scope="module")
-def job() -> Iterator[Pool]:
-    """Four processes in torch's default group."""
-    pool = Pool(SIZE, default_group=True)
-    yield pool
-    pool.close()
 
 
 def test_columns_have_the_ranks_of_other_replicas_and_work_as_worlds(job: Pool) -> None:

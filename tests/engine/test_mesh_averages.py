@@ -13,14 +13,6 @@ from helpers.pool import Pool
 SIZE = 4
 
 
-@pytest.fixture(scope="module")
-def job() -> Iterator[Pool]:
-    """Four processes in torch's default group."""
-    pool = Pool(SIZE, default_group=True)
-    yield pool
-    pool.close()
-
-
 EXACT: dict[str, dict[str, Any]] = {
     "localsgd:every=3": {"every": 3},
     "localsgd:every=1": {"every": 1},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mesh_cases
@@ -13,14 +13,6 @@ import pytest
 from helpers.pool import Pool
 
 SIZE = 4
-
-
-@pytest.fixture(scope="module")
-def job() -> Iterator[Pool]:
-    """Four processes in torch's default group."""
-    pool = Pool(SIZE, default_group=True)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize(

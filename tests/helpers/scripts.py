@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+Refusal = Callable[[ModuleType, Sequence[str]], str]
+"""The fixture `refusal`: a benchmark and arguments that it refuses; the error."""
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.scripts import benchmark
+from helpers.scripts import Refusal, benchmark
 from wingbeat_lab.bench.measure import Quantiles
 
 
@@ -98,19 +98,9 @@ def test_a_kind_without_the_target_and_different_weights_are_missed(hosts: Modul
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
-    hosts: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    words: list[str],
-    named: str,
+    hosts: ModuleType, refusal: Refusal, words: list[str], named: str
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["hosts_to_accuracy.py", "--json", str(tmp_path / "a.json"), *words]
-    )
-    monkeypatch.setattr(hosts.lab, "run", lambda *_, **__: pytest.fail("it started"))
-    assert hosts.main() == 2
-    assert named in capsys.readouterr().err
+    assert named in refusal(hosts, words)
 
 
 @pytest.mark.lab

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.scripts import benchmark
+from helpers.scripts import Refusal, benchmark
 
 
 @pytest.fixture(scope="module")
@@ -194,19 +194,9 @@ def test_medians_of_ripples_are_judged_and_hsdps_are_not(
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
-    ripples: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    words: list[str],
-    named: str,
+    ripples: ModuleType, refusal: Refusal, words: list[str], named: str
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["ripples_replicas.py", "--json", str(tmp_path / "a.json"), *words]
-    )
-    monkeypatch.setattr(ripples.lab, "run", lambda *_, **__: pytest.fail("it started"))
-    assert ripples.main() == 2
-    assert named in capsys.readouterr().err
+    assert named in refusal(ripples, words)
 
 
 @pytest.mark.lab

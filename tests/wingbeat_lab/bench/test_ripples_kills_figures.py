@@ -103,3 +103,12 @@ def test_the_tables_have_each_kill_and_the_losses(kills: ModuleType) -> None:
     assert made.notes == ("the others stood still for 1.00 s (median), 1.00 .. 1.00 s",)
     losses = kills.run_once.__globals__["losses_table"](report()["losses"])
     assert losses.rows[0] == ("loss-1", "2.000", "0.1000")
+
+
+def test_a_row_of_a_worker_that_did_not_rejoin_has_an_empty_last_cell() -> None:
+    """A report that misses a limit is printed too."""
+    kill = {"rank": 2, "steps": 40, "still_s": 0.5, "steps_without": 0, "back_s": None}
+    with benchmark("killing") as killing:
+        first, second = killing.kill_cells([kill, kill | {"back_s": 3.25}])
+    assert first == ("kill 1", "2", "40", "0.50", "0", "")
+    assert second == ("kill 2", "2", "40", "0.50", "0", "3.25")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from helpers.scripts import benchmark
+from helpers.scripts import Refusal, benchmark
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +100,9 @@ def test_time_to_accuracy_table_lists_missing_and_slowest_first(timed: ModuleTyp
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
-    timed: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    words: list[str],
-    named: str,
+    timed: ModuleType, refusal: Refusal, words: list[str], named: str
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["time_to_accuracy.py", "--json", str(tmp_path / "a.json"), *words]
-    )
-    monkeypatch.setattr(timed.lab, "run", lambda *_, **__: pytest.fail("it started"))
-    assert timed.main() == 2
-    assert named in capsys.readouterr().err
+    assert named in refusal(timed, words)
 
 
 @pytest.mark.lab
