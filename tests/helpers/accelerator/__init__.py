@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -10,6 +11,7 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +38,9 @@ def load() -> ctypes.CDLL:
     library.late_ignore_waits.restype = library.late_jobs.restype = ctypes.c_uint64
     library.late_seed.argtypes = [ctypes.c_uint64]
     library.late_synchronizations.argtypes = [ctypes.c_long]
+    library.late_gate.restype = ctypes.c_void_p
+    library.late_gate_wait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+    library.late_gate_open.argtypes = [ctypes.c_void_p]
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Module(NAME))
     library.late_register()
@@ -69,6 +74,30 @@ def _build() -> Path:
 
 class _Module(ModuleType):
     """What torch looks up as ``torch.late``."""
+
+    Stream, Event = torch.Stream, torch.Event
+
+    @staticmethod
+    def current_stream(device: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream(device)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def stream(stream: torch.Stream) -> Iterator[None]:
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    @staticmethod
+    def set_device(device: Any) -> None:
+        torch.accelerator.set_device_index(device)
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        torch.accelerator.synchronize(device)
 
     @staticmethod
     def device(device: torch.device) -> Any:

@@ -802,6 +802,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable",
          torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  // As a function: with `out`, torch's kernel resizes that to the shape of the input, and back.
+  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&run_late>());
   for (const auto* name : {"nonzero", "masked_select", "_unique2", "unique_dim", "equal"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_synchronously>());
   }
@@ -852,6 +854,31 @@ uint64_t late_ignore_waits(int ignore) {
   std::lock_guard lock(state().mutex);
   state().ignore_waits = ignore != 0;
   return state().ignored_waits;
+}
+
+// What a stream waits for until the host opens it.
+void* late_gate() {
+  auto* gate = new std::shared_ptr<Event>(new Event{0});
+  (*gate)->recorded = 1;
+  return gate;
+}
+
+void late_gate_wait(void* gate, int device, int64_t stream) {
+  auto& s = state();
+  std::lock_guard lock(s.mutex);
+  const auto& event = *static_cast<std::shared_ptr<Event>*>(gate);
+  submit(s, stream_of(c10::DeviceIndex(device), stream), Job{Job::kWait, nullptr, event, 1, {}});
+}
+
+void late_gate_open(void* gate) {
+  auto* event = static_cast<std::shared_ptr<Event>*>(gate);
+  {
+    auto& s = state();
+    std::lock_guard lock(s.mutex);
+    (*event)->done = 1;
+    for (auto& device : s.devices) device.work.notify_all();
+  }
+  delete event;
 }
 
 void late_stop() {
