@@ -35,7 +35,7 @@ REFUSED = {
     "a part of the mesh": r"ranks \[0, 1\], rank 2's has \[2, 3\].* of all ranks of the job",
     "sharded over all": r"'layers.0.weight' is placed on ranks 0, 1, 2, 3, and rank . is in",
     "nothing is divided": "no parameter is divided over dp_shard, so nothing averages",
-    "of GPUs": "a mesh of 'cuda' devices is not supported yet: updates are not ordered with",
+    "of GPUs": "group of dimension 'dp_shard' carries no 'meta' tensors: start the default group",
     "sparse": "1 parameters have sparse gradients, which nothing averages.*use sparse=False",
     "terms": r"'weight' is placed as Partial\(sum\): a parameter must be sharded or replicated$",
     "averaging": "ADPSGD.* is not possible for replicas of 2 ranks.*use LocalSGD",

@@ -22,6 +22,7 @@ from wingbeat.engine.gradients.sparse import check_sparse, sparse_parameters
 from wingbeat.engine.join_context import joined
 from wingbeat.engine.model_checks import (
     averages_inside,
+    check_accelerated_replica,
     check_complex,
     check_placed,
     check_strategy_in_replicas,
@@ -134,6 +135,7 @@ def distribute(
         else:
             check_strategy_in_replicas(strategy, world)
             check_placed(model, world)
+            check_accelerated_replica(model, strategy, world)
     if world.size > 1:
         # Several models of one process launch their buckets in different orders.
         world = world.open_channel()

@@ -52,8 +52,8 @@ class Hooks:
         self._others: list[Any] = []
         slots = engine.slots if gradients else ()
         if engine.update.defers:
-            refresh = functools.partial(_call, ref, "refresh")
-            self._others += [GatherHook(each, refresh) for each in whole_groups(model)]
+            before = functools.partial(_call, ref, "before_gather")
+            self._others += [GatherHook(each, before) for each in whole_groups(model)]
         if engine.world.inside is not None:
             groups = whole_groups(model)
             self._others += [InsideFailureHook(each, engine.world) for each in groups]
@@ -262,10 +262,9 @@ def call_at_backward_end(
 
 # `torch.compile` would compile this call if the user compiles the code around the backward.
 @torch._disable_dynamo
-def _call(engine: weakref.ref[Any], method: str, *args: Any) -> None:
+def _call(engine: weakref.ref[Any], method: str, *args: Any) -> Any:
     alive = engine()
-    if alive is not None:
-        getattr(alive, method)(*args)
+    return None if alive is None else getattr(alive, method)(*args)
 
 
 def in_backward() -> bool:

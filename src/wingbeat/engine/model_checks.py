@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from wingbeat.engine.gradients.bucket import dtype_name
-from wingbeat.engine.gradients.placed import divides, gathered_ids, is_placed
+from wingbeat.engine.gradients.placed import divides, gathered_ids, is_placed, parallel_parameter
 from wingbeat.engine.gradients.sparse import sparse_parameters
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
@@ -116,6 +116,29 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
             f"ranks: {what}"
         )
     exchange.check_replicas(strategy)
+
+
+def check_accelerated_replica(model: torch.nn.Module, strategy: Strategy, world: World) -> None:
+    """Raise a `UsageError` for what has no tested order of streams in replicas on accelerators.
+
+    ``world`` is the column of this rank.
+    """
+    replica = world.replica
+    if replica is None or replica.device == "cpu":
+        return
+    what = f"distribute(mesh=...) with a mesh of {replica.device!r} devices: "
+    if not strategy.exchange.collective:
+        raise UsageError(
+            f"{what}{strategy!r} does not sum gradients by collectives, and its order with the "
+            "streams of fully_shard() is not tested: use AllReduce() or DeAR(), or a mesh of the "
+            "CPU"
+        )
+    parallel = parallel_parameter(model)
+    if parallel:
+        raise UsageError(
+            f"{what}parameter {parallel!r} is tensor parallel, and its order of streams is not "
+            "tested: divide the model by fully_shard() alone, or use a mesh of the CPU"
+        )
 
 
 def averages_inside(model: torch.nn.Module, strategy: Strategy, world: World) -> bool:

@@ -84,7 +84,10 @@ class Replica:
         return self._reduce(tensor, dist.ReduceOp.MAX, groups)
 
     def _reduce(self, tensor: torch.Tensor, op: Any, groups: Sequence[Any]) -> torch.Tensor:
-        found = tensor.detach().to(self.device, copy=True)
+        # A group for both kinds reduces a tensor of the host without waiting for the accelerator.
+        kind = tensor.device.type
+        device = kind if all(_carries(group, kind) for group in groups) else self.device
+        found = tensor.detach().to(device, copy=True)
         for group in groups:  # one dimension after the other reduces over all of them
             dist.all_reduce(found, op=op, group=group)
         return found.to(tensor.device)
@@ -110,14 +113,27 @@ def describe(mesh: Any, across: str | None) -> dict[str, Any]:
     }
 
 
-def check_device(kind: str) -> None:
-    """Raise a `UsageError` for a mesh of devices of a kind that is not supported."""
-    if kind != "cpu":
-        raise UsageError(
-            f"distribute(mesh=...): a mesh of {kind!r} devices is not supported yet: updates are "
-            "not ordered with the streams of fully_shard(); use fully_shard() with the whole mesh, "
-            "without distribute()"
-        )
+def _carries(group: Any, kind: str) -> bool:
+    """Whether a process group of torch has a backend for tensors on a type of device."""
+    try:
+        group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_groups(kind: str, names: Sequence[str], groups: Sequence[Any]) -> None:
+    """Raise a `UsageError` for a dimension whose process group does not carry the mesh's tensors.
+
+    ``kind`` is the device type of the mesh.
+    """
+    for name, group in zip(names, groups, strict=True):
+        if not _carries(group, kind):
+            raise UsageError(
+                f"distribute(mesh=...): torch's process group of dimension {name!r} carries no "
+                f"{kind!r} tensors: start the default group for both kinds of tensors, as by "
+                'torch.distributed.init_process_group("cpu:gloo,cuda:nccl"), before wingbeat.init()'
+            )
 
 
 _TITLES = {"shape": "shape", "names": "dimensions", "device": "device type", "ranks": "ranks"}
@@ -183,7 +199,6 @@ def _check_mesh(job: World, told: dict[str, Any], across: str | None) -> None:
             f"{of_torch - first} of torch's default group: start both from the same variables RANK "
             "and WORLD_SIZE"
         )
-    check_device(told["device"])
 
 
 def column_of(job: World, mesh: Any, across: str | None) -> World:
@@ -222,15 +237,17 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
                 "distribute(mesh=...): the dimension across replicas has ranks "
                 f"{_listed(members)}: number them in ascending order, as init_device_mesh() does"
             )
+        inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
+        inner_names, groups = [names[i] for i in inner], [mesh.get_group(i) for i in inner]
+        check_groups(mesh.device_type, inner_names, groups)
         assert isinstance(job.store, TorchStore)
         world = connect_column(job, members, f"{len(known)}")
-        inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
         world.inside = Replica(
             number,
             position,
             tuple(sorted(replicas[number].tolist())),
-            tuple(names[i] for i in inner),
-            tuple(mesh.get_group(i) for i in inner),
+            tuple(inner_names),
+            tuple(groups),
             mesh.device_type,
             tuple(tuple(sorted(row)) for row in replicas.tolist()),
             job.store.under(f"mesh/{len(known)}"),
