@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from late_group_cases import on
+from mesh_cases import net, replicas, sharded, words_of
 
+import wingbeat
 from helpers import accelerator
 
 
@@ -22,3 +25,15 @@ def each_seed(case: str, seeds: range, *args: Any) -> list[Any]:
             late.late_seed(4 * seed + dist.get_rank())
             found.append(call(*args))
     return found
+
+
+def refused_method() -> str:
+    """What `distribute` says to servers between replicas on the device."""
+    wingbeat.init(timeout=60)
+    try:
+        mesh = replicas()
+        model = sharded(net(), mesh["dp_shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return words_of(lambda: wingbeat.distribute(model, optimizer, wingbeat.Geryon(), mesh=mesh))
+    finally:
+        wingbeat.shutdown()

@@ -327,6 +327,8 @@ class Engine:
 
     def _begin_forward(self) -> None:
         self.meter.enter("forward")
+        if self._streams is not None:
+            self._streams.enter_forward()
         refuse_wrapper_around(self.model, meshed=self.world.inside is not None)
         refuse_unfrozen(self.model, self._frozen)
         self.recover()
@@ -479,6 +481,8 @@ class Engine:
         for bucket in self.buckets:
             bucket.settle()  # an operation on the buffer holds a reference too
             if bucket.is_referenced():
+                if self._streams is not None:
+                    self._streams.record_uses(bucket.flat)
                 bucket.reallocate()
                 self.views.on_new_buffer(bucket)
             bucket.reset()

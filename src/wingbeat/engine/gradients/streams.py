@@ -23,6 +23,7 @@ class GradientStreams:
         self._device = device
         self._writers: defaultdict[Bucket, set[torch.Stream]] = defaultdict(set)
         self._known: set[torch.Stream] = set()  # a device has a few streams, which are used again
+        self._readers: set[torch.Stream] = set()
         self._opened: torch.Event | None = None
 
     @property
@@ -44,6 +45,15 @@ class GradientStreams:
         """Begin a backward, whose buckets were prepared on the current stream."""
         self._writers.clear()
         self._opened = self.publish()
+
+    def enter_forward(self) -> None:
+        """Handle a forward on the current stream, on which updates read gradients too."""
+        self._readers.add(self.current)
+
+    def record_uses(self, flat: torch.Tensor) -> None:
+        """Keep the memory of a buffer that is replaced until all streams have used it."""
+        for stream in {self.current, *self._known, *self._readers}:
+            flat.record_stream(stream)
 
     def before_write(self, bucket: Bucket) -> None:
         """Handle that gradients are about to be written to a bucket on the current stream."""
