@@ -257,8 +257,9 @@ def register() -> None:
 
 
 def _record_reader(buffer: torch.Tensor, stream: int, index: int, kind: int) -> None:
-    """Have a release of sharded gradients wait for their reader.
+    """Have a release of sharded gradients wait for their readers: on this stream and on another.
 
     The device overwrites memory as soon as it is released, as ``fully_shard`` allows for.
     """
+    buffer.record_stream(torch.accelerator.current_stream())
     buffer.record_stream(torch.Stream(stream_id=stream, device_index=index, device_type=kind))
