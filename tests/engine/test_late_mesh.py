@@ -33,6 +33,16 @@ def test_exact_strategy_over_fsdp2_equals_hsdp(pool: Pool, strategy: str) -> Non
         assert max(found) < 1e-6, found
 
 
+QUICK = ("accumulated without zero_grad", "clipped", "scaled")
+
+
+def test_uses_of_fsdp2_equal_hsdps(pool: Pool) -> None:
+    """Accumulation replaces buffers that streams still use."""
+    case, call = "mesh_cases.variants", late_mesh_cases.each_seed
+    for [found] in pool.run(call, case, range(9, 10), "dear", 3, QUICK, deadline=DEADLINE):
+        assert max(found.values()) < 1e-6, found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "dear"])
 @pytest.mark.parametrize("name", list(mesh_cases.VARIANTS))

@@ -477,6 +477,9 @@ class Engine:
         if self.control is not None:
             self.control.boundary()
         if self.bucketing.stale:
+            if self._streams is not None:
+                for bucket in self.buckets:
+                    self._streams.record_uses(bucket.flat)
             self.rebucket()
         for bucket in self.buckets:
             bucket.settle()  # an operation on the buffer holds a reference too
