@@ -86,7 +86,7 @@ def test_fsdp_of_trainers_and_loaders_beside_tensor_parallelism_are_refused_in_o
         "prepare(accelerator): Accelerate's FSDP shards models by its own plugin",
         "parameter '0.weight' is divided by parallelize_module(), whose ranks must read the same",
         "parameter '0.weight' is divided by parallelize_module(), whose ranks must read the same",
-        "WingbeatTrainer: TrainingArguments(fsdp=...): Accelerate's FSDP shards models by its own plugin",
+        "WingbeatTrainer: TrainingArguments(fsdp=...): Accelerate's FSDP shards models by its own",
         "prepare(accelerator): Accelerate's FSDP shards models by its own plugin",
     ]
     for said in pool_of(4).run(cases.fsdp_refusals, str(tmp_path), deadline=150.0):

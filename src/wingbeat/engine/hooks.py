@@ -52,8 +52,8 @@ class Hooks:
         self._others: list[Any] = []
         slots = engine.slots if gradients else ()
         if engine.update.defers:
-            before = functools.partial(_call, ref, "before_gather")
-            self._others += [GatherHook(each, before) for each in whole_groups(model)]
+            gathering = functools.partial(_call, ref, "before_gather")
+            self._others += [GatherHook(each, gathering) for each in whole_groups(model)]
         if engine.world.inside is not None:
             groups = whole_groups(model)
             self._others += [InsideFailureHook(each, engine.world) for each in groups]

@@ -222,7 +222,7 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
     place = None  # the dimension across replicas
     if job.torch_job is None:
         place = 0 if across is None else told["names"].index(across)
-    key = f"{told['shape']}{told['ranks']}{place}"
+    key = f"{told['device']}{told['shape']}{told['ranks']}{place}"
     if key not in known:
         # Processes of a replica that was restarted connect to each other again.
         life = "" if job.torch_job is None else job.torch_job.life
