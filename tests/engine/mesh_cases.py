@@ -137,7 +137,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
             )
         }
     },
-    "one group": {"layers": False},
+    "one group": {"shards": [""]},
+    "roots without a common one": {"shards": ["layers.0", "layers.2", "head"]},
+    "partly sharded": {"shards": ["layers"], "same": True},
+    "partly sharded without zero_grad": {
+        "shards": ["layers"],
+        "same": True,
+        "ours": "kept",
+        "theirs": "kept",
+    },
     "accumulated without reducing": {"ours": "unreduced", "theirs": "unreduced"},
     "accumulated without exchange": {"ours": "no_sync", "theirs": "unreduced"},
     "accumulated without zero_grad": {"ours": "kept", "theirs": "kept"},
@@ -148,7 +156,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scaled": {"ours": "scaled", "theirs": "scaled"},
     "compiled": {"ours": "compiled"},
 }
-"""Uses of FSDP2, each for both; ``ours`` and ``theirs`` are ways to train, as in `step_in`."""
+"""Uses of FSDP2, each for both; ``ours`` and ``theirs`` are ways to train, as in `step_in`.
+
+``shards`` are the modules that `fully_shard` gets in ours. ``same``: the ranks of a replica have
+the same batches, as parameters outside `fully_shard` require.
+"""
 
 
 def step_in(
@@ -197,11 +209,14 @@ def variants(strategy: str, steps: int, names: Collection[str] = VARIANTS) -> di
             for of, part in (("theirs", mesh), ("ours", mesh["dp_shard"])):
                 model: Any = net()
                 options = variant.get("options", {})
-                if variant.get("layers", True):
+                shards = variant.get("shards", []) if of == "ours" else []
+                for each in shards:
+                    fully_shard(model.get_submodule(each), mesh=part, **options)
+                if not shards:
                     sharded(model, part, **options)
-                else:
-                    fully_shard(model, mesh=part, **options)
-                optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+                optimizer: Any = torch.optim.SGD(
+                    model.parameters(), lr=0.05, momentum=0.9, foreach=not variant.get("same")
+                )
                 way = variant.get(of, "plain")
                 if way == "prefetched":
                     layers = model.layers
@@ -211,8 +226,9 @@ def variants(strategy: str, steps: int, names: Collection[str] = VARIANTS) -> di
                 if of == "ours":
                     wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
                 scaler = torch.amp.GradScaler(device, init_scale=64.0)
+                reader = dist.get_rank() // 2 if "same" in variant else None
                 for step in range(steps):
-                    step_in(way, model, optimizer, step, scaler)
+                    step_in(way, model, optimizer, step, scaler, reader)
                 if way == "scaled":
                     assert scaler.get_scale() == 32.0, scaler.get_scale()
                 models.append(model)

@@ -48,7 +48,14 @@ from wingbeat.engine.gradients.bucketing import (
     synchronised,
 )
 from wingbeat.engine.gradients.compression import Compression
-from wingbeat.engine.gradients.placed import CopiesCheck, clip, local, shard_all
+from wingbeat.engine.gradients.placed import (
+    CopiesCheck,
+    clip,
+    local,
+    reduces_later,
+    shard_all,
+    sharding_states,
+)
 from wingbeat.engine.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
 from wingbeat.engine.gradients.streams import GradientStreams
 from wingbeat.engine.gradients.views import (
@@ -61,6 +68,7 @@ from wingbeat.engine.hooks import (
     ForwardHook,
     Hooks,
     WeakCall,
+    again_at_backward_end,
     arrived_twice,
     call_at_backward_end,
     callers_of_backward,
@@ -168,6 +176,8 @@ class Engine:
         self._streams = None if device.type == "cpu" else GradientStreams(device)
         self._updated: torch.Event | None = None  # after the last deferred update
         self._copies: CopiesCheck | None = None
+        self._sharding = [] if world.inside is None else sharding_states(model)
+        self._postponed = False
         if world.inside is not None and world.size > 1:
             named = [(slot.name, slot.param) for slot in self.slots]
             self._copies = CopiesCheck(named, world.inside)
@@ -474,6 +484,7 @@ class Engine:
         self.runtime.checked = False
         self.bucketing.adopt_order()
         self.compression.count_step()
+        self._postponed = False  # true after an error in a callback
         if self.control is not None:
             self.control.boundary()
         if self.bucketing.stale:
@@ -565,7 +576,15 @@ class Engine:
     # -- backward: its end ----------------------------------------------------------------
 
     def end_backward(self) -> None:
-        """Launch buckets that lack gradients of unused parameters, and close this backward."""
+        """Launch buckets that lack gradients of unused parameters, and close this backward.
+
+        It first lets ``fully_shard`` reduce its last gradients, which it does in a callback too.
+        """
+        if not self._postponed and reduces_later(self._sharding):
+            self._postponed = True
+            again_at_backward_end(self, "end_backward", self._backward)
+            return
+        self._postponed = False
         with self.lock:
             self._decided = None
             self._skipping = False

@@ -52,7 +52,7 @@ class Hooks:
         self._others: list[Any] = []
         slots = engine.slots if gradients else ()
         if engine.update.defers:
-            gathering = functools.partial(_call, ref, "before_gather")
+            gathering = functools.partial(_before_gather, ref)
             self._others += [GatherHook(each, gathering) for each in whole_groups(model)]
         if engine.world.inside is not None:
             groups = whole_groups(model)
@@ -260,11 +260,27 @@ def call_at_backward_end(
     return weakref.ref(callback, then)
 
 
+def again_at_backward_end(engine: Any, method: str, before: Callable[[], Any]) -> None:
+    """Call an engine's method after the callbacks that are queued by now.
+
+    ``before``, the reference that `call_at_backward_end` returned, expires after that too.
+    """
+    callback = before() or functools.partial(_call, weakref.ref(engine), method)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 # `torch.compile` would compile this call if the user compiles the code around the backward.
 @torch._disable_dynamo
-def _call(engine: weakref.ref[Any], method: str, *args: Any) -> Any:
+def _call(engine: weakref.ref[Any], method: str, *args: Any) -> None:
     alive = engine()
-    return None if alive is None else getattr(alive, method)(*args)
+    if alive is not None:
+        getattr(alive, method)(*args)
+
+
+@torch._disable_dynamo
+def _before_gather(engine: weakref.ref[Any], params: list[torch.Tensor]) -> torch.Event | None:
+    alive = engine()
+    return None if alive is None else alive.before_gather(params)
 
 
 def in_backward() -> bool:

@@ -7,7 +7,7 @@ that users and optimizers see stay `DTensor`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,20 @@ def groups_of(module: torch.nn.Module) -> list[Any]:
     """Return the groups of parameters that ``fully_shard`` gathers before a module's forward."""
     state = getattr(module, "_get_fsdp_state", None)
     return [] if state is None else list(state()._fsdp_param_groups)
+
+
+def sharding_states(model: torch.nn.Module) -> list[Any]:
+    """Return what ``fully_shard`` keeps for each module of a model that was given to it."""
+    of = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
+    return [state() for state in of if state is not None]
+
+
+def reduces_later(states: Iterable[Any]) -> bool:
+    """Whether ``fully_shard`` has gradients to reduce in a callback at the end of this backward.
+
+    ``states`` are those of `sharding_states`. Each root has a callback of its own.
+    """
+    return any(state._state_ctx.post_backward_final_callback_queued for state in states)
 
 
 def shard_all(model: Any) -> None:
