@@ -33,7 +33,7 @@ def test_exact_strategy_over_fsdp2_equals_hsdp(pool: Pool, strategy: str) -> Non
         assert max(found) < 1e-6, found
 
 
-QUICK = ("accumulated without zero_grad", "clipped", "scaled")
+QUICK = ("accumulated without zero_grad", "clipped", "scaled", "bfloat16")
 
 
 def test_uses_of_fsdp2_equal_hsdps(pool: Pool) -> None:
@@ -41,6 +41,37 @@ def test_uses_of_fsdp2_equal_hsdps(pool: Pool) -> None:
     case, call = "mesh_cases.variants", late_mesh_cases.each_seed
     for [found] in pool.run(call, case, range(9, 10), "dear", 3, QUICK, deadline=DEADLINE):
         assert max(found.values()) < 1e-6, found
+
+
+OUTSIDE = (
+    "roots without a common one",
+    "partly sharded",
+    "partly sharded without zero_grad",
+)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+def test_gradients_of_several_streams_equal_hsdps(pool: Pool, strategy: str) -> None:
+    """A bucket has gradients of backward's stream, and of a stream of each root."""
+    case, call = "mesh_cases.variants", late_mesh_cases.each_seed
+    for found in pool.run(call, case, range(20, 22), strategy, 3, OUTSIDE, deadline=DEADLINE):
+        assert max(max(each.values()) for each in found) < 1e-6, found
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "omgs:compression=bf16",
+        "allreduce:compression=bf16",
+        "allreduce:compression=sketch@4:auto_disable=false",
+        "dear:compression=sketch@4:auto_disable=false",
+    ],
+)
+def test_strategy_on_the_device_has_the_weights_of_the_cpu(pool: Pool, strategy: str) -> None:
+    call = late_mesh_cases.differences
+    for by_seed, exact in pool.run(call, strategy, 6, range(30, 32), deadline=DEADLINE):
+        assert max(by_seed) < 1e-6, by_seed
+        assert (exact > 1e-6) == ("compression" in strategy), exact
 
 
 @pytest.mark.slow
@@ -53,9 +84,26 @@ def test_use_of_fsdp2_equals_hsdps(pool: Pool, name: str, strategy: str) -> None
         assert max(each[name] for each in found) < 1e-6, found
 
 
-def test_methods_whose_order_is_not_tested_are_refused(pool: Pool) -> None:
-    [words] = {each for [each] in pool.run(
-        late_mesh_cases.each_seed, "late_mesh_cases.refused_method", range(1), deadline=DEADLINE
-    )}  # fmt: skip
-    assert "a mesh of 'late' devices: Geryon() does not sum gradients by collectives" in words
-    assert "use AllReduce() or DeAR(), or a mesh of the CPU" in words
+REFUSED = {
+    "geryon": "Geryon() does not sum gradients by collectives, and its order",
+    "localsgd": "LocalSGD() does not sum gradients by collectives, and its order",
+    "allreduce:compression=topk": "compression='TopK()' has no tested order of streams",
+    "allreduce:compression=lowrank": "compression='LowRank()' has no tested order of streams",
+    "omgs": "compression='TopK(auto_disable=False)' has no tested order of streams",
+}
+
+
+def test_strategies_whose_order_is_not_tested_are_refused(pool: Pool) -> None:
+    case, call = "late_mesh_cases.refused_strategy", late_mesh_cases.each_seed
+    for strategy, wanted in REFUSED.items():
+        for [words] in pool.run(call, case, range(1), strategy, deadline=DEADLINE):
+            assert f"with a mesh of 'late' devices: {wanted}" in words
+            assert words.endswith(", or a mesh of the CPU")
+            assert "\n" not in words
+
+
+def test_tensor_parallelism_is_refused(pool: Pool) -> None:
+    case, call = "late_mesh_cases.refused_tensor_parallelism", late_mesh_cases.each_seed
+    for [words] in pool.run(call, case, range(1), deadline=DEADLINE):
+        assert "devices: parameter 'layers.0.weight' is tensor parallel, and its order" in words
+        assert "divide the model by fully_shard() alone, or use a mesh of the CPU" in words

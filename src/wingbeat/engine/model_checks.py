@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from wingbeat.compression import Sketch
 from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.engine.gradients.placed import divides, gathered_ids, is_placed, parallel_parameter
 from wingbeat.engine.gradients.sparse import sparse_parameters
@@ -132,6 +133,13 @@ def check_accelerated_replica(model: torch.nn.Module, strategy: Strategy, world:
             f"{what}{strategy!r} does not sum gradients by collectives, and its order with the "
             "streams of fully_shard() is not tested: use AllReduce() or DeAR(), or a mesh of the "
             "CPU"
+        )
+    codec = strategy.codec
+    groups = [] if codec is None else [found for _, found in codec.of_groups()]
+    if codec is not None and not all(isinstance(each, Sketch) for each in [codec, *groups] if each):
+        raise UsageError(
+            f"{what}compression={str(strategy.wire)!r} has no tested order of streams there: use "
+            'compression="bf16" or compression="sketch", or a mesh of the CPU'
         )
     parallel = parallel_parameter(model)
     if parallel:
