@@ -140,6 +140,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one group": {"shards": [""]},
     "roots without a common one": {"shards": ["layers.0", "layers.2", "head"]},
     "partly sharded": {"shards": ["layers"], "same": True},
+    "sharded after plain layers": {"shards": ["layers.2", "head"], "same": True},
+    "sharded after plain layers, without zero_grad": {
+        "shards": ["layers.2", "head"],
+        "same": True,
+        "ours": "kept",
+        "theirs": "kept",
+    },
+    "not the last backward": {"ours": "not last", "theirs": "not last"},
     "partly sharded without zero_grad": {
         "shards": ["layers"],
         "same": True,
@@ -175,12 +183,14 @@ def step_in(
         scaler.update()
         optimizer.zero_grad()
         return
-    many = way in ("unreduced", "no_sync", "kept")
+    many = way in ("unreduced", "no_sync", "kept", "not last")
     for micro in range(2 if many else 1):
         x, y = batch(2 * step + micro, dist.get_rank() if reader is None else reader)
         last = micro == 1
         if way == "unreduced":
             model.set_requires_gradient_sync(last)
+        if way == "not last":
+            model.set_is_last_backward(last)
         inside = model.no_sync() if way == "no_sync" and not last else contextlib.nullcontext()
         with inside:
             F.mse_loss(model(x), y).backward()

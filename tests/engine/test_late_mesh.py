@@ -47,6 +47,9 @@ OUTSIDE = (
     "roots without a common one",
     "partly sharded",
     "partly sharded without zero_grad",
+    "sharded after plain layers",
+    "sharded after plain layers, without zero_grad",
+    "not the last backward",
 )
 
 
