@@ -64,16 +64,22 @@ def test_what_a_replica_cannot_do_is_refused_in_one_line(job: Pool, stores: Stor
             assert "\n" not in found[name]
 
 
+TAKEN = (
+    "^replica 0 cannot join: rank .* is taken: a process of the job whose store"
+    # the other torch job has ended already, on a slow machine
+    "|^replica 0 cannot rejoin: its former processes ended before the job at the store at"
+)
+
+
 def test_two_replicas_of_one_number_are_refused_on_all_of_their_ranks(
     job: Pool, stores: Stores
 ) -> None:
     ports, same = [each.port for each in stores[0]], [{"WINGBEAT_REPLICA": "0"}] * 4
     errors = job.run(cases.joined, ports, stores[1].port, 4.0, same)
-    taken = [error for error in errors if "is taken: a process of the job whose store" in error]
+    taken = [error for error in errors if re.search(TAKEN, error)]
     missing = [error for error in errors if re.search("rank 2 published nothing", error)]
     assert len(taken) in (2, 4), errors
     assert len(taken) + len(missing) == 4, errors
-    assert taken[0].startswith("replica 0 cannot join: rank ")
     assert not any("\n" in error for error in errors)
 
 
