@@ -41,6 +41,7 @@ import wingbeat.errors
 from wingbeat.collectives import Collectives
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.strategies import parse
+from wingbeat.transport import mesh as mesh_module
 from wingbeat.transport.mesh import column_of
 
 NAMES = ("dp_replicate", "dp_shard")
@@ -331,8 +332,8 @@ def tensor_parallel(strategy: str, summed: bool, across: int, steps: int) -> flo
 
 
 def whole_models(strategy: str) -> list[float]:
-    """Weights of a model that is not divided, with a mesh and without."""
-    wingbeat.init(timeout=60)
+    """Weights of a model that is not divided, with a mesh and without; the columns connected."""
+    job = wingbeat.init(timeout=60)
     try:
         found = []
         for mesh in (None, replicas()):
@@ -342,7 +343,8 @@ def whole_models(strategy: str) -> list[float]:
             train(model, optimizer, range(4))
             found.append(weights(model))
             wingbeat.release(model, optimizer)
-        return [float((found[0] - found[1]).abs().max()), float(found[1].sum())]
+        difference = float((found[0] - found[1]).abs().max())
+        return [difference, float(found[1].sum()), len(mesh_module._columns.get(job, {}))]
     finally:
         wingbeat.shutdown()
 

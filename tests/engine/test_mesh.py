@@ -142,6 +142,7 @@ def test_model_that_is_not_divided_is_averaged_over_all_ranks(job: Pool, strateg
     found = job.run(mesh_cases.whole_models, strategy)
     assert [each[0] for each in found] == pytest.approx([0.0] * SIZE, abs=1e-7)
     assert len({each[1] for each in found}) == 1
+    assert [each[2] for each in found] == [0] * SIZE, "columns were connected and are not used"
 
 
 def test_different_gradients_of_a_parameter_that_ranks_share_are_refused(job: Pool) -> None:
