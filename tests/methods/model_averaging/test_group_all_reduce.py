@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.columns import columns
 
+from helpers.columns import columns
 from wingbeat.codecs import Coding
 from wingbeat.codecs.codec import Codec, SketchCodec
 from wingbeat.codecs.coding import Region
