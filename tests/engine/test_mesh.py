@@ -109,6 +109,13 @@ def test_uses_of_fsdp2_over_tensor_parallelism_equal_hsdps(
         assert max(found.values()) < 1e-6, found
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+def test_parameter_without_gradient_in_some_replicas_trains_as_in_one_process(
+    job: Pool, strategy: str
+) -> None:
+    assert max(job.run(mesh_cases.unused_in_some_replicas, strategy, 7)) < 1e-6
+
+
 def test_compressed_parts_of_tensor_parallelism_train_as_hsdp_nearly(job: Pool) -> None:
     """Copies of the norm's weight and of biases stay equal, because they are sent whole."""
     strategy = "allreduce:compression=sketch@4:auto_disable=false"
@@ -142,6 +149,7 @@ def test_model_that_is_not_divided_is_averaged_over_all_ranks(job: Pool, strateg
     found = job.run(mesh_cases.whole_models, strategy)
     assert [each[0] for each in found] == pytest.approx([0.0] * SIZE, abs=1e-7)
     assert len({each[1] for each in found}) == 1
+    assert [each[2] for each in found] == [0] * SIZE, "columns were connected and are not used"
 
 
 def test_different_gradients_of_a_parameter_that_ranks_share_are_refused(job: Pool) -> None:
@@ -175,6 +183,18 @@ def test_program_of_the_page_trains_equal_weights_on_all_ranks(job: Pool) -> Non
     losses, weights = zip(*job.run(mesh_cases.page, program), strict=True)
     assert max(losses) < 0.1
     assert all(each == weights[0] for each in weights)
+
+
+def test_rank_that_dies_in_the_first_distribute_is_named_on_all_others(
+    fresh_pool: Callable[..., Pool],
+) -> None:
+    outcomes = fresh_pool(SIZE, default_group=True).outcomes(
+        mesh_cases.killed_in_distribute, 3, grace=50.0
+    )
+    assert [each.kind for each in outcomes] == ["ok"] * 3 + ["died"], outcomes
+    words, seconds = zip(*(each.value for each in outcomes[:3]), strict=True)
+    assert all("rank 3" in text for text in words[1:]), words
+    assert max(seconds) < 25.0
 
 
 def test_lost_rank_is_named_with_its_replica(job: Pool) -> None:

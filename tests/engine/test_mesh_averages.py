@@ -101,3 +101,12 @@ def test_replicas_continue_in_seconds_without_one_whose_rank_is_killed(
         assert each.value[1] < 15.0
     assert outcomes[0].value[2] == outcomes[2].value[2]
     assert outcomes[1].value[2] == outcomes[3].value[2]
+
+
+@pytest.mark.parametrize("strategy", ["ripples", "localsgd:every=2"])
+def test_replicas_continue_in_seconds_without_the_group_generator(six: Pool, strategy: str) -> None:
+    found = six.run(cases.without_generator, strategy, 4, 12)
+    assert sum(each[0] for each in found) == 1, "one generator was killed"
+    assert max(each[1] for each in found) < 15.0
+    for place in range(2):
+        assert all(each[2] == found[place][2] for each in found[place::2])
