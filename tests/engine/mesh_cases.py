@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -41,6 +45,7 @@ import wingbeat.errors
 from wingbeat.collectives import Collectives
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.strategies import parse
+from wingbeat.transport import mesh as mesh_module
 from wingbeat.transport.mesh import column_of
 
 NAMES = ("dp_replicate", "dp_shard")
@@ -374,8 +379,8 @@ def tensor_parallel(strategy: str, summed: bool, across: int, steps: int) -> flo
 
 
 def whole_models(strategy: str) -> list[float]:
-    """Weights of a model that is not divided, with a mesh and without."""
-    wingbeat.init(timeout=60)
+    """Weights of a model that is not divided, with a mesh and without; the columns connected."""
+    job = wingbeat.init(timeout=60)
     try:
         found = []
         for mesh in (None, replicas()):
@@ -385,7 +390,8 @@ def whole_models(strategy: str) -> list[float]:
             train(model, optimizer, range(4))
             found.append(weights(model))
             wingbeat.release(model, optimizer)
-        return [float((found[0] - found[1]).abs().max()), float(found[1].sum())]
+        difference = float((found[0] - found[1]).abs().max())
+        return [difference, float(found[1].sum()), len(mesh_module._columns.get(job, {}))]
     finally:
         wingbeat.shutdown()
 
@@ -621,6 +627,75 @@ def page(program: str) -> tuple[float, list[float]]:
         return names["loss"].item(), weights(names["model"]).tolist()
     finally:
         wingbeat.shutdown()
+
+
+class Optional(nn.Module):
+    """With a layer that a forward may use."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.some, self.net = nn.Linear(6, 6), model
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        return self.net(x + self.some(x) if use else x)
+
+
+def unused_in_some_replicas(strategy: str, steps: int) -> float:
+    """Difference to one process, of a layer that one replica uses, and none in every third step.
+
+    Replicas are tensor parallel, and `fully_shard` was applied to each layer.
+    """
+    wingbeat.init(timeout=60)
+    try:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=(*NAMES, "tp"))
+        trained: list[Any] = []
+        for ours in (False, True):
+            model: Any = Optional(net(width=8))
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            if ours:
+                sharded_in_parallel(model.net, mesh, mesh["dp_shard"])
+                parallelize_module(model, mesh["tp"], {"some": _Whole()})
+                fully_shard(model.some, mesh=mesh["dp_shard"])
+                fully_shard(model, mesh=mesh["dp_shard"])
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+                wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+            replica = dist.get_rank() // 2
+            for step in range(steps):
+                optimizer.zero_grad()
+                for reader in [replica] if ours else [0, 1]:
+                    x, y = batch(step, reader)
+                    loss = F.mse_loss(model(x, use=reader == 0 and step % 3 < 2), y)
+                    (loss if ours else loss / 2).backward()
+                optimizer.step()
+            trained.append(weights(model))
+            if ours:
+                wingbeat.release(model, optimizer)
+        return _difference(*trained)
+    finally:
+        wingbeat.shutdown()
+
+
+def killed_in_distribute(dying: int) -> list[Any]:
+    """What each rank ends with, and after how long, if one dies before its column is connected."""
+    wingbeat.init(timeout=10)
+    begin = time.monotonic()
+    if dist.get_rank() == dying:
+        mesh_module.connect_column = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        mesh = replicas()
+        model: Any = sharded(net(), mesh["dp_shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), mesh=mesh)
+        train(model, optimizer, range(2))
+        return ["trained", 0.0]
+    except (wingbeat.errors.WingbeatError, RuntimeError) as error:
+        found = [f"{type(error).__name__}: {error}", time.monotonic() - begin]
+    finally:
+        with contextlib.suppress(wingbeat.errors.WingbeatError):
+            wingbeat.shutdown()
+    # The process of a script would end, which closes torch's connections: once this is answered.
+    threading.Timer(1.0, os._exit, (0,)).start()
+    return found
 
 
 # -- columns ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from integrations import mesh_cases as cases
 PoolOf = Callable[[int], Pool]
 
 
-@pytest.mark.parametrize("name", slow_except(["clipped", "bf16-mixed"], cases.TRAINED))
+@pytest.mark.parametrize("name", slow_except(["clipped"], cases.TRAINED))
 def test_lightning_trains_the_weights_of_its_hsdp(name: str, pool_of: PoolOf) -> None:
     pool_of(4).run(cases.as_hsdp, name, deadline=150.0)
 

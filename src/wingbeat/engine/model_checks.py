@@ -149,13 +149,13 @@ def check_accelerated_replica(model: torch.nn.Module, strategy: Strategy, world:
         )
 
 
-def averages_inside(model: torch.nn.Module, strategy: Strategy, world: World) -> bool:
-    """Whether the ranks of a replica hold the whole model each, and can be workers themselves.
+def averages_inside(model: torch.nn.Module, strategy: Strategy, size: int) -> bool:
+    """Whether the ``size`` ranks of a replica hold the whole model each, and can be workers.
 
     Collectives of all ranks then average inside a replica and across, on two levels where it is
-    faster. ``world`` is the column of this rank.
+    faster. Columns are not connected.
     """
-    if world.replica is None or not strategy.exchange.collective:
+    if size == 1 or not strategy.exchange.collective:
         return False
     return not any(map(is_placed, model.parameters()))
 

@@ -201,6 +201,31 @@ def _check_mesh(job: World, told: dict[str, Any], across: str | None) -> None:
         )
 
 
+def replicas_of(job: World, mesh: Any, across: str | None) -> torch.Tensor:
+    """Return the ranks of each replica, one row each. Arguments and errors are as in `column_of`.
+
+    Each column of the result is one of ranks that exchange with each other.
+    """
+    told = describe(mesh, across)
+    _check_mesh(job, told, across)
+    if job.torch_job is not None:
+        return torch.arange(job.size).reshape(-1, job.torch_job[1])
+    replicas: torch.Tensor = mesh.mesh.movedim(_place_of(told, across), 0).flatten(1)
+    _, position = (replicas == job.rank).nonzero()[0].tolist()
+    members = replicas[:, position].tolist()
+    if members != sorted(members):
+        raise UsageError(
+            "distribute(mesh=...): the dimension across replicas has ranks "
+            f"{_listed(members)}: number them in ascending order, as init_device_mesh() does"
+        )
+    return replicas
+
+
+def _place_of(told: dict[str, Any], across: str | None) -> int:
+    """Return the dimension across replicas; ``told``: see `describe`."""
+    return 0 if across is None else told["names"].index(across)
+
+
 def column_of(job: World, mesh: Any, across: str | None) -> World:
     """Return the world of the ranks with which this rank exchanges. Every rank must call it.
 
@@ -214,29 +239,18 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
         UsageError: the mesh has no such dimension, or not all of these ranks.
         RendezvousError: ranks are missing.
     """
-    told = describe(mesh, across)
-    _check_mesh(job, told, across)
+    replicas, told = replicas_of(job, mesh, across), describe(mesh, across)
     names: list[str] = told["names"] or [str(i) for i in range(len(told["shape"]))]
-    first, size = _torch_ranks(job)
+    first, _ = _torch_ranks(job)
     known = _columns.setdefault(job, {})
-    place = None  # the dimension across replicas
-    if job.torch_job is None:
-        place = 0 if across is None else told["names"].index(across)
+    # A torch job that is a replica has no dimension across replicas.
+    place = _place_of(told, across) if job.torch_job is None else None
     key = f"{told['device']}{told['shape']}{told['ranks']}{place}"
     if key not in known:
         # Processes of a replica that was restarted connect to each other again.
         life = "" if job.torch_job is None else job.torch_job.life
-        if place is None:
-            replicas = torch.arange(job.size).reshape(-1, size)
-        else:
-            replicas = mesh.mesh.movedim(place, 0).flatten(1)  # one row each
         number, position = (replicas == job.rank).nonzero()[0].tolist()
         members = replicas[:, position].tolist()
-        if members != sorted(members):
-            raise UsageError(
-                "distribute(mesh=...): the dimension across replicas has ranks "
-                f"{_listed(members)}: number them in ascending order, as init_device_mesh() does"
-            )
         inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
         inner_names, groups = [names[i] for i in inner], [mesh.get_group(i) for i in inner]
         check_groups(mesh.device_type, inner_names, groups)
