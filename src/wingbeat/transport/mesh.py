@@ -202,9 +202,10 @@ def _check_mesh(job: World, told: dict[str, Any], across: str | None) -> None:
 
 
 def replicas_of(job: World, mesh: Any, across: str | None) -> torch.Tensor:
-    """Return the ranks of each replica, one row each. Arguments and errors are as in `column_of`.
+    """Return the ranks of each replica, one row each. Arguments are those of `column_of`.
 
-    Each column of the result is one of ranks that exchange with each other.
+    Each column of the result is one of ranks that exchange with each other. A `UsageError` for the
+    meshes that `column_of` refuses.
     """
     told = describe(mesh, across)
     _check_mesh(job, told, across)
