@@ -68,7 +68,6 @@ from wingbeat.engine.hooks import (
     ForwardHook,
     Hooks,
     WeakCall,
-    again_at_backward_end,
     arrived_twice,
     call_at_backward_end,
     callers_of_backward,
@@ -177,7 +176,6 @@ class Engine:
         self._updated: torch.Event | None = None  # after the last deferred update
         self._copies: CopiesCheck | None = None
         self._sharding = [] if world.inside is None else sharding_states(model)
-        self._postponed = False
         if world.inside is not None and world.size > 1:
             named = [(slot.name, slot.param) for slot in self.slots]
             self._copies = CopiesCheck(named, world.inside)
@@ -484,7 +482,6 @@ class Engine:
         self.runtime.checked = False
         self.bucketing.adopt_order()
         self.compression.count_step()
-        self._postponed = False  # true after an error in a callback
         if self.control is not None:
             self.control.boundary()
         if self.bucketing.stale:
@@ -576,15 +573,14 @@ class Engine:
     # -- backward: its end ----------------------------------------------------------------
 
     def end_backward(self) -> None:
-        """Launch buckets that lack gradients of unused parameters, and close this backward.
+        """Launch all buckets, after callbacks in which ``fully_shard`` reduces the last ones."""
+        if reduces_later(self._sharding):
+            call_at_backward_end(self, "launch_rest")
+        else:
+            self.launch_rest()
 
-        It first lets ``fully_shard`` reduce its last gradients, which it does in a callback too.
-        """
-        if not self._postponed and reduces_later(self._sharding):
-            self._postponed = True
-            again_at_backward_end(self, "end_backward", self._backward)
-            return
-        self._postponed = False
+    def launch_rest(self) -> None:
+        """Launch buckets that lack gradients of unused parameters, and close this backward."""
         with self.lock:
             self._decided = None
             self._skipping = False

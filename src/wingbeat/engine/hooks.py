@@ -260,15 +260,6 @@ def call_at_backward_end(
     return weakref.ref(callback, then)
 
 
-def again_at_backward_end(engine: Any, method: str, before: Callable[[], Any]) -> None:
-    """Call an engine's method after the callbacks that are queued by now.
-
-    ``before``, the reference that `call_at_backward_end` returned, expires after that too.
-    """
-    callback = before() or functools.partial(_call, weakref.ref(engine), method)
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 # `torch.compile` would compile this call if the user compiles the code around the backward.
 @torch._disable_dynamo
 def _call(engine: weakref.ref[Any], method: str, *args: Any) -> None:

@@ -135,8 +135,8 @@ def check_accelerated_replica(model: torch.nn.Module, strategy: Strategy, world:
             "CPU"
         )
     codec = strategy.codec
-    groups = [] if codec is None else [found for _, found in codec.of_groups()]
-    if codec is not None and not all(isinstance(each, Sketch) for each in [codec, *groups] if each):
+    codecs = [] if codec is None else [codec, *(each for _, each in codec.of_groups() if each)]
+    if not all(isinstance(each, Sketch) for each in codecs):
         raise UsageError(
             f"{what}compression={str(strategy.wire)!r} has no tested order of streams there: use "
             'compression="bf16" or compression="sketch", or a mesh of the CPU'
