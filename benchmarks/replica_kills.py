@@ -149,9 +149,9 @@ def watch(
         for each in named.values():
             with contextlib.suppress(psutil.Error):
                 seen.update(psutil.Process(each.pid).children(recursive=True))
-        failed = [(name, each.poll()) for name, each in named.items() if each.poll()]
-        for name, code in failed:
-            raise LabError(f"{name} ended with exit status {code}; its errors are above")
+        for name, each in named.items():
+            if each.poll():
+                raise LabError(f"{name} ended with exit status {each.poll()}; its errors are above")
         if killer is not None and killer.failure:
             raise LabError(killer.failure)
 
