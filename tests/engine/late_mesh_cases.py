@@ -9,7 +9,7 @@ import mesh_cases
 import torch
 import torch.distributed as dist
 from late_group_cases import on
-from mesh_cases import NAMES, net, replicas, sharded, train, weights, words_of
+from mesh_cases import NAMES, distributed, net, train, weights, words_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -35,10 +35,7 @@ def refused_strategy(strategy: str) -> str:
     """What `distribute` says to a strategy between replicas on the device."""
     wingbeat.init(timeout=60)
     try:
-        mesh = replicas()
-        model = sharded(net(), mesh["dp_shard"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return words_of(lambda: wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh))
+        return words_of(lambda: distributed(parse(strategy), torch.optim.SGD))
     finally:
         wingbeat.shutdown()
 
@@ -60,10 +57,7 @@ def trained(strategy: str, steps: int) -> torch.Tensor:
     """Weights after some steps of FSDP2 with wingbeat between replicas."""
     wingbeat.init(timeout=60)
     try:
-        mesh = replicas()
-        model: Any = sharded(net(), mesh["dp_shard"])
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+        model, optimizer = distributed(parse(strategy), torch.optim.SGD, lr=0.05, momentum=0.9)
         train(model, optimizer, range(steps))
         found = weights(model)
         wingbeat.release(model, optimizer)

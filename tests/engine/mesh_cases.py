@@ -113,6 +113,14 @@ def replicas(across: int = 2) -> DeviceMesh:
     return init_device_mesh(device, (across, dist.get_world_size() // across), mesh_dim_names=NAMES)
 
 
+def distributed(strategy: Any, optimizer: type[torch.optim.Optimizer], **options: Any) -> Any:
+    """A sharded model and its optimizer, with a strategy between two replicas."""
+    mesh = replicas()
+    model: Any = sharded(net(), mesh["dp_shard"])
+    made = optimizer(model.parameters(), **options)
+    return wingbeat.distribute(model, made, strategy, mesh=mesh)
+
+
 def difference_to_hsdp(strategy: str, steps: int, options: dict[str, Any]) -> float:
     """The largest relative difference of weights to torch's own HSDP after ``steps`` steps."""
     wingbeat.init(timeout=60)
@@ -529,10 +537,7 @@ def unequal_steps() -> list[int]:
     """The ranks that an error about numbers of steps names, where one rank leaves one out."""
     wingbeat.init(timeout=60)
     try:
-        mesh = replicas()
-        model: Any = sharded(net(), mesh["dp_shard"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), mesh=mesh)
+        model, optimizer = distributed(wingbeat.AllReduce(), torch.optim.SGD, lr=0.1)
         train(model, optimizer, range(2))
         replica = dist.get_rank() // 2
         if replica == 0:
@@ -547,10 +552,7 @@ def joined() -> str:
     """What `join` says in replicas of several ranks."""
     wingbeat.init(timeout=60)
     try:
-        mesh = replicas()
-        model: Any = sharded(net(), mesh["dp_shard"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), mesh=mesh)
+        model, _ = distributed(wingbeat.AllReduce(), torch.optim.SGD, lr=0.1)
         return words_of(lambda: model.join().__enter__())
     finally:
         wingbeat.shutdown()
@@ -682,11 +684,7 @@ def killed_in_distribute(dying: int) -> list[Any]:
     if dist.get_rank() == dying:
         mesh_module.connect_column = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
-        mesh = replicas()
-        model: Any = sharded(net(), mesh["dp_shard"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), mesh=mesh)
-        train(model, optimizer, range(2))
+        train(*distributed(wingbeat.AllReduce(), torch.optim.AdamW, lr=0.01), range(2))
         return ["trained", 0.0]
     except (wingbeat.errors.WingbeatError, RuntimeError) as error:
         found = [f"{type(error).__name__}: {error}", time.monotonic() - begin]

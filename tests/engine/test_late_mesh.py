@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import late_group_cases
 import late_mesh_cases
 import mesh_cases
 import pytest
+from late_group_cases import DEADLINE
 
-from helpers import accelerator
 from helpers.pool import Pool
-
-DEADLINE = 170.0
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    if accelerator.why_not():
-        pytest.skip(accelerator.why_not())
-    made = Pool(4, default_group=False)
-    made.run(late_group_cases.join, deadline=DEADLINE)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "dear"])
-def test_exact_strategy_over_fsdp2_equals_hsdp(pool: Pool, strategy: str) -> None:
+def test_exact_strategy_over_fsdp2_equals_hsdp(late_job: Pool, strategy: str) -> None:
     case, seeds = "mesh_cases.difference_to_hsdp", range(2)
     call = late_mesh_cases.each_seed
-    for found in pool.run(call, case, seeds, strategy, 10, {}, deadline=DEADLINE):
+    for found in late_job.run(call, case, seeds, strategy, 10, {}, deadline=DEADLINE):
         assert max(found) < 1e-6, found
 
 
 QUICK = ("accumulated without zero_grad", "clipped", "scaled", "bfloat16")
 
 
-def test_uses_of_fsdp2_equal_hsdps(pool: Pool) -> None:
+def test_uses_of_fsdp2_equal_hsdps(late_job: Pool) -> None:
     """Accumulation replaces buffers that streams still use."""
     case, call = "mesh_cases.variants", late_mesh_cases.each_seed
-    for [found] in pool.run(call, case, range(9, 10), "dear", 3, QUICK, deadline=DEADLINE):
+    for [found] in late_job.run(call, case, range(9, 10), "dear", 3, QUICK, deadline=DEADLINE):
         assert max(found.values()) < 1e-6, found
 
 
@@ -54,10 +39,10 @@ OUTSIDE = (
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "dear"])
-def test_gradients_of_several_streams_equal_hsdps(pool: Pool, strategy: str) -> None:
+def test_gradients_of_several_streams_equal_hsdps(late_job: Pool, strategy: str) -> None:
     """A bucket has gradients of backward's stream, and of a stream of each root."""
     case, call = "mesh_cases.variants", late_mesh_cases.each_seed
-    for found in pool.run(call, case, range(20, 22), strategy, 3, OUTSIDE, deadline=DEADLINE):
+    for found in late_job.run(call, case, range(20, 22), strategy, 3, OUTSIDE, deadline=DEADLINE):
         assert max(max(each.values()) for each in found) < 1e-6, found
 
 
@@ -70,9 +55,9 @@ def test_gradients_of_several_streams_equal_hsdps(pool: Pool, strategy: str) -> 
         "dear:compression=sketch@4:auto_disable=false",
     ],
 )
-def test_strategy_on_the_device_has_the_weights_of_the_cpu(pool: Pool, strategy: str) -> None:
+def test_strategy_on_the_device_has_the_weights_of_the_cpu(late_job: Pool, strategy: str) -> None:
     call = late_mesh_cases.differences
-    for by_seed, exact in pool.run(call, strategy, 6, range(30, 32), deadline=DEADLINE):
+    for by_seed, exact in late_job.run(call, strategy, 6, range(30, 32), deadline=DEADLINE):
         assert max(by_seed) < 1e-6, by_seed
         assert (exact > 1e-6) == ("compression" in strategy), exact
 
@@ -80,10 +65,10 @@ def test_strategy_on_the_device_has_the_weights_of_the_cpu(pool: Pool, strategy:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "dear"])
 @pytest.mark.parametrize("name", list(mesh_cases.VARIANTS))
-def test_use_of_fsdp2_equals_hsdps(pool: Pool, name: str, strategy: str) -> None:
+def test_use_of_fsdp2_equals_hsdps(late_job: Pool, name: str, strategy: str) -> None:
     case, seeds = "mesh_cases.variants", range(4)
     call = late_mesh_cases.each_seed
-    for found in pool.run(call, case, seeds, strategy, 4, [name], deadline=DEADLINE):
+    for found in late_job.run(call, case, seeds, strategy, 4, [name], deadline=DEADLINE):
         assert max(each[name] for each in found) < 1e-6, found
 
 
@@ -96,17 +81,17 @@ REFUSED = {
 }
 
 
-def test_strategies_whose_order_is_not_tested_are_refused(pool: Pool) -> None:
+def test_strategies_whose_order_is_not_tested_are_refused(late_job: Pool) -> None:
     case, call = "late_mesh_cases.refused_strategy", late_mesh_cases.each_seed
     for strategy, wanted in REFUSED.items():
-        for [words] in pool.run(call, case, range(1), strategy, deadline=DEADLINE):
+        for [words] in late_job.run(call, case, range(1), strategy, deadline=DEADLINE):
             assert f"with a mesh of 'late' devices: {wanted}" in words
             assert words.endswith(", or a mesh of the CPU")
             assert "\n" not in words
 
 
-def test_tensor_parallelism_is_refused(pool: Pool) -> None:
+def test_tensor_parallelism_is_refused(late_job: Pool) -> None:
     case, call = "late_mesh_cases.refused_tensor_parallelism", late_mesh_cases.each_seed
-    for [words] in pool.run(call, case, range(1), deadline=DEADLINE):
+    for [words] in late_job.run(call, case, range(1), deadline=DEADLINE):
         assert "devices: parameter 'layers.0.weight' is tensor parallel, and its order" in words
         assert "divide the model by fully_shard() alone, or use a mesh of the CPU" in words
