@@ -83,7 +83,7 @@ def test_estimate_includes_iterations_of_tuning_and_measuring() -> None:
     assert [row.deciding for row in made.rows] == [0, 25, 24 + 40]
     ddp, sketch, omgs = (row.iteration_s for row in made.rows)
     # Once, on a model of its own.
-    seconds = (8 + 3 * 2) * (ddp + sketch + omgs) + 25 * sketch + 104 * omgs
+    seconds = (8 + 3 * 2) * (ddp + sketch + omgs) + 25 * sketch + 64 * omgs
     parts = made.start_s + 3 * made.round_s + (9 + 2) * made.turn_s + seconds
     assert made.total_s == pytest.approx(parts)
     both, small, alone = (
