@@ -1,4 +1,4 @@
-"""``benchmarks/{diloco,ripples}_replicas.py``: the arbiter, what is judged, what is refused."""
+"""``{diloco,ripples}_replicas.py``, ``replica_kills.py``: arbiter, judgement, refusals."""
 
 from __future__ import annotations
 
@@ -217,3 +217,19 @@ def test_hsdp_waits_for_the_slow_process_and_ripples_does_not(
         assert max(slowed) < 1 / found["sleep_s"]
     [(first, slow, last)] = found["turns"]["ripples"]["one slow"]
     assert min(first, last) > 1.5 * slow
+
+
+# -- kills ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--replicas", "1"], ["--kills", "0"], ["--ranks", "x"]])
+def test_numbers_with_which_no_replica_can_return_are_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with benchmark("replica_kills") as module:
+        monkeypatch.setattr(sys, "argv", ["replica_kills.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            module.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {words[0]}: {words[1]!r}: allowed are whole numbers" in said
