@@ -49,11 +49,16 @@ def refuse_unwritable(path: Path) -> None:
         sys.exit(2)
 
 
-def at_least_one(text: str) -> int:
-    """Parse a number that must be 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from 1 on")
+def at_least_one(text: str, least: int = 1) -> int:
+    """Parse a whole number that must be 1, or ``least``, or more."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {least} on")
     return int(text)
+
+
+def at_least_two(text: str) -> int:
+    """Parse a number that must be 2 or more."""
+    return at_least_one(text, 2)
 
 
 def measured_before(path: Path, key: str, remedy: str) -> list[Any]:
