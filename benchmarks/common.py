@@ -15,6 +15,7 @@ from wingbeat.errors import UsageError, WingbeatError
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import check_writable
+from wingbeat_lab.lab import LabSpec
 
 if TYPE_CHECKING:
     from wingbeat.transport.messages import Mailbox, Message, Posted
@@ -59,6 +60,17 @@ def at_least_one(text: str, least: int = 1) -> int:
 def at_least_two(text: str) -> int:
     """Parse a number that must be 2 or more."""
     return at_least_one(text, 2)
+
+
+def lab_of_replicas(text: str) -> LabSpec:
+    """Parse a lab whose hosts are replicas.
+
+    A `UsageError` if it has fewer than two, a `LabError` if there is no such lab.
+    """
+    spec = LabSpec.parse(text)
+    if spec.hosts < 2:
+        raise UsageError(f"--lab {text}: allowed are two hosts or more; each is a replica")
+    return spec
 
 
 def measured_before(path: Path, key: str, remedy: str) -> list[Any]:

@@ -199,6 +199,20 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert named in refusal(ripples, words)
 
 
+@pytest.mark.parametrize("name", ["hsdp", "diloco_replicas"])
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [("star:1@1gbit", "two hosts or more"), ("ring:2", "unknown lab kind 'ring'")],
+)
+def test_labs_without_replicas_are_refused_before_anything_starts(
+    name: str, refusal: Refusal, spec: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with benchmark(name) as module:
+        if name == "diloco_replicas":
+            monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: True)
+        assert named in refusal(module, ["--lab", spec])
+
+
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(600)
