@@ -28,12 +28,17 @@ needs_device = pytest.mark.skipif(bool(accelerator.why_not()), reason=accelerato
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Pool]:
-    """Two hosts with two workers each."""
+def workers() -> Iterator[Pool]:
     made = Pool(4)
-    made.run(cases.join, "0011", deadline=DEADLINE)
     yield made
     made.close()
+
+
+@pytest.fixture
+def hosts(workers: Pool) -> Pool:
+    """Two hosts with two workers each. A failed case has ended them."""
+    workers.run(cases.join, "0011", deadline=DEADLINE)
+    return workers
 
 
 KINDS = ["all_reduce", "reduce_scatter", "all_gather", "halves"]
@@ -61,11 +66,6 @@ def test_sketch_of_shards_equals_that_of_host_memory_with_its_residual(
     hosts: Pool, what: str
 ) -> None:
     hosts.run(cases.sketch_equals_host_memory, what, SEEDS, deadline=DEADLINE)
-
-
-@needs_device
-def test_second_half_waits_for_readers_of_the_own_block(hosts: Pool) -> None:
-    hosts.run(cases.own_block_is_read_between_halves, range(6), deadline=DEADLINE)
 
 
 @needs_device
@@ -124,7 +124,6 @@ def test_layouts_in_other_orders_and_uneven_ones_equal_host_memory(hosts: Pool) 
         hosts.run(cases.join, placing, deadline=DEADLINE)
         used = hosts.run(cases.equals_host_memory, "halves", None, range(1), deadline=DEADLINE)
         assert used == [6 if two_level else 0] * 4
-    hosts.run(cases.join, "0011", deadline=DEADLINE)
 
 
 @needs_device
@@ -135,12 +134,16 @@ def test_rank_that_dies_is_named_on_all_hosts(fresh_pool: Callable[..., Pool]) -
     assert found[3].kind == "died"
     said = [each.value for each in found[:3]]
     assert all("rank 3" in said[rank] for rank in (1, 2)), said
-    assert "rank 3" in said[0] or "see the error of rank 1" in said[0], said
+    assert "rank 1" in said[0] or "rank 2" in said[0], said  # which have lost rank 3
 
 
-layouts = st.tuples(st.integers(1, 4), st.integers(1, 4)).flatmap(
-    lambda shape: st.permutations([host for host in range(shape[0]) for _ in range(shape[1])])
-).map(Layout.by_name)
+layouts = (
+    st.tuples(st.integers(1, 4), st.integers(1, 4))
+    .flatmap(
+        lambda shape: st.permutations([host for host in range(shape[0]) for _ in range(shape[1])])
+    )
+    .map(Layout.by_name)
+)
 
 
 @given(layouts)

@@ -32,9 +32,16 @@ SIZES = (1, 7, 4, 1000, 70_004)
 DEVICE = torch.device("privateuseone", 0)
 
 
+_placing = ""
+
+
 def join(placing: str, timeout: float = 20.0) -> None:
     """Call `init` on these hosts of the ranks."""
+    global _placing
     group.register()
+    if placing == _placing:
+        return
+    _placing = placing
     wingbeat.shutdown()
     host = f"host {placing[dist.get_rank()]}"
     interfaces.host_identity = tcp.host_identity = lambda: host
@@ -61,9 +68,10 @@ def late_copy(value: torch.Tensor) -> torch.Tensor:
     made = torch.zeros_like(value, device=DEVICE)
     made.copy_(value.pin_memory(), non_blocking=True)
     for _ in range(BUSY):
-        made.mul_(2)
-    for _ in range(BUSY):
-        made.div_(2) if value.is_floating_point() else made.floor_divide_(2)
+        if value.is_floating_point():
+            made.mul_(2).div_(2)
+        else:
+            made.add_(1).sub_(1)
     return made
 
 
@@ -164,28 +172,6 @@ def sketch_equals_host_memory(what: str, seeds: range) -> None:
         if what != "reduce_scatter":
             assert_same_on_every_rank({"buffer": buffer.cpu()}, "after a sketch")
     assert calls_of(collectives) >= len(seeds) * len(given)
-    channel.close()
-
-
-def own_block_is_read_between_halves(seeds: range) -> None:
-    """The second half rounds the own block after the current stream has read it."""
-    late, rank, numel = accelerator.load(), world.current().rank, 4000
-    channel, collectives = opened()
-    mine = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-    for seed in seeds:
-        late.late_seed(4 * seed + rank)
-        buffer = late_copy(mine)
-        scattered = collectives.reduce_scatter(buffer)
-        scattered.wait()
-        own = part_of(collectives, "reduce_scatter", buffer)
-        busy = torch.zeros(numel // 4, device=DEVICE)
-        for _ in range(BUSY):
-            busy.add_(1)
-        read = own * 1
-        collectives.all_gather(buffer, after=scattered, wire=torch.bfloat16).wait()
-        rounded = own.cpu()
-        assert not torch.equal(read.cpu(), rounded)
-        assert torch.equal(read.cpu().bfloat16().float(), rounded)
     channel.close()
 
 

@@ -308,9 +308,11 @@ class TwoLevel:
             raise PeerError(self._broken)
         rows = torch.zeros(len(self._host), 3, dtype=torch.int64)
         rows[self._group.place] = torch.tensor([step, job.number, int(bool(failed))])
-        self._steps.all_gather(rows.view(-1), label="the next step on this host").wait()
-        if failed:
-            raise PeerError(failed)
+        try:
+            self._steps.all_gather(rows.view(-1), label="the next step on this host").wait()
+        finally:
+            if failed:  # which came first
+                raise PeerError(failed)
         own = rows[self._group.place].tolist()
         for rank, row in zip(self._host, rows.tolist(), strict=True):
             if row[2]:
@@ -422,7 +424,9 @@ class TwoLevel:
                 job.handle.wait()
                 with job.lock_of_result:
                     if not job.superseded:
-                        self._part(job.buffer, self._rank).copy_(self._block_of(job.shard, self._block))
+                        self._part(job.buffer, self._rank).copy_(
+                            self._block_of(job.shard, self._block)
+                        )
                         job.buffer.record_stream(self._stream_of_column)
                         job.shard.record_stream(self._stream_of_column)
                         self._keep_residual(job, self._stream_of_column)
