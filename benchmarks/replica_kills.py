@@ -88,47 +88,84 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         killer = ReplicaKiller(home, args.replicas, args.ranks, args.kills, args.seed)
-        thread = threading.Thread(target=killer.run, name="killer")
-        left = trained(args, home, killer, thread)
+        begun, left = time.monotonic(), trained(args, home, killer)
+        seconds = [time.monotonic() - begun]
         steps = json.loads((home / "stop").read_text())
         found = {"kills": killer.kills, "losses": losses(home), "left": left, "steps": steps}
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         put(home / "stop", steps)
-        found["left"] += trained(args, home, None, None)
+        begun = time.monotonic()
+        found["left"] += trained(args, home, None)
+        found["seconds"] = [*seconds, time.monotonic() - begun]
         found["undisturbed"] = losses(home)
     return found
 
 
-def trained(
-    args: argparse.Namespace, home: Path, killer: Killer | None, thread: threading.Thread | None
-) -> list[str]:
-    """Run all replicas to their end; return the processes that are left."""
-    with contextlib.ExitStack() as stack:
-        store, port = stack.enter_context(served())
-        replicas = [
-            stack.enter_context(started(replica, args, home, port))
-            for replica in range(args.replicas)
-        ]
-        if thread is not None:
-            thread.start()
-        seen: set[psutil.Process] = set()
-        started_here = [store.pid, *(each.pid for each in replicas)]
-        while any(each.poll() is None for each in replicas):
-            time.sleep(0.2)
-            for pid in started_here:
-                with contextlib.suppress(psutil.Error):
-                    seen.update(psutil.Process(pid).children(recursive=True))
-            if any(each.poll() not in (None, 0) for each in replicas):
-                break
-        if killer is not None and thread is not None:
-            killer.over.set()
-            thread.join()
-        codes = [each.poll() for each in replicas]
-        if any(codes) or (killer is not None and killer.failure):
-            raise LabError(f"replicas ended with {codes}: {killer.failure if killer else ''}")
-    _, alive = psutil.wait_procs(seen, 10.0)
-    return [f"{each.pid}: {' '.join(each.cmdline())[:200]}" for each in alive]
+def trained(args: argparse.Namespace, home: Path, killer: Killer | None) -> list[str]:
+    """Run all replicas to their end; return the processes that were left, which it has ended."""
+    seen: set[psutil.Process] = set()
+    try:
+        with contextlib.ExitStack() as stack:
+            store, port = stack.enter_context(served())
+            replicas = [
+                stack.enter_context(started(replica, args, home, port))
+                for replica in range(args.replicas)
+            ]
+            if killer is not None:
+                stack.enter_context(running(killer))
+            watch(store, replicas, killer, seen)
+    finally:
+        _, alive = psutil.wait_procs(seen, 10.0)
+        left = [f"{each.pid}: {shown(each)}" for each in alive]
+        for each in alive:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+    return left
+
+
+def shown(process: psutil.Process) -> str:
+    """Return a process's command."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())[:200]
+    return ""
+
+
+def watch(
+    store: subprocess.Popen[str],
+    replicas: Sequence[subprocess.Popen[bytes]],
+    killer: Killer | None,
+    seen: set[psutil.Process],
+) -> None:
+    """Wait for the end of all replicas; add the processes that these start to ``seen``.
+
+    Raises LabError if the store or a replica fails, or the killer.
+    """
+    named = {"wingbeat store": store} | {
+        f"torchrun of replica {n}": each for n, each in enumerate(replicas)
+    }
+    while any(each.poll() is None for each in replicas):
+        time.sleep(0.2)
+        for each in named.values():
+            with contextlib.suppress(psutil.Error):
+                seen.update(psutil.Process(each.pid).children(recursive=True))
+        for name, each in named.items():
+            if each.poll():
+                raise LabError(f"{name} ended with exit status {each.poll()}; its errors are above")
+        if killer is not None and killer.failure:
+            raise LabError(killer.failure)
+
+
+@contextlib.contextmanager
+def running(killer: Killer) -> Iterator[None]:
+    """Let the killer work in a thread."""
+    thread = threading.Thread(target=killer.run, name="killer")
+    thread.start()
+    try:
+        yield
+    finally:
+        killer.over.set()
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -141,7 +178,10 @@ def served() -> Iterator[tuple[subprocess.Popen[str], int]]:
     )
     try:
         assert process.stdout is not None
-        yield process, int(process.stdout.readline().rpartition(" ")[2])
+        port = process.stdout.readline().rpartition(" ")[2]
+        if not port.strip().isdecimal():
+            raise LabError(f"wingbeat store ended with exit status {process.wait()}")
+        yield process, int(port)
     finally:
         process.terminate()
         process.communicate()
@@ -214,11 +254,19 @@ def judged(kills: int, report: dict[str, Any]) -> list[str]:
         if kill["back_s"] is None:
             missed.append(f"kill {number}: replica {kill['rank']} did not rejoin")
     missed += missed_losses(report["losses"])
-    (mean, calm) = (statistics.fmean(each[1] for each in report[name].values())
-                    for name in ("losses", "undisturbed"))  # fmt: skip
+    mean, calm = final_losses(report)
     if mean > calm + WORSE:
         missed.append(f"a loss of {mean:.4f}; without kills {calm:.4f}, limit {WORSE:g} more")
     return missed + [f"process {each} is left" for each in report["left"]]
+
+
+def final_losses(report: dict[str, Any]) -> tuple[float, float]:
+    """Return the mean loss in the end, with kills and without."""
+    with_kills, calm = (
+        statistics.fmean(each[1] for each in report[name].values())
+        for name in ("losses", "undisturbed")
+    )
+    return with_kills, calm
 
 
 COLUMNS = ("kill", "replica", "at step", "stood still, s", "steps without", "back after, s")
@@ -226,9 +274,13 @@ COLUMNS = ("kill", "replica", "at step", "stood still, s", "steps without", "bac
 
 def tables(report: dict[str, Any]) -> list[Printed]:
     """Return a row for each kill."""
-    calm = [loss for _, loss, _ in report["undisturbed"].values()]
+    (mean, calm), (seconds, calm_s) = final_losses(report), report["seconds"]
     notes = standstills(report["kills"])
-    notes.append(f"after {report['steps']} steps without kills the loss is {calm[0]:.4f}")
+    notes.append(
+        f"loss after {report['steps']} steps: {mean:.4f}, in {seconds:.0f} s; without kills "
+        f"{calm:.4f}, in {calm_s:.0f} s, where all replicas share the cores all the time"
+    )
+    notes.append(f"processes left: {len(report['left'])}")
     cells = kill_cells(report["kills"])
     return [Printed.of("replicas, of which a process is killed", COLUMNS, cells, notes)]
 

@@ -268,6 +268,15 @@ def test_an_incomplete_set_of_parts_is_named(states: Any, said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_parts_of_a_column_are_named_by_replica() -> None:
+    with pytest.raises(UsageError, match="the part of replica 1 is missing"):
+        made(0, 3, worker="replica").load_state_dicts(_parts(0, 2))
+    damaged = _parts(1)
+    del damaged[0]["residuals"]["bias"]
+    with pytest.raises(UsageError, match="residuals of replica 1's part: parameter 'bias' is"):
+        made(0, 3, worker="replica").load_state_dict(damaged[0])
+
+
 def test_parts_with_and_without_velocity_do_not_mix() -> None:
     states = [filled(0, 2, velocity=True).state_dict(), filled(1, 2).state_dict()]
     with pytest.raises(UsageError, match="rank 1's part has no velocity"):

@@ -53,6 +53,12 @@ def test_rank_that_others_waited_for_receives_the_reason() -> None:
     )
 
 
+def test_lost_member_is_the_cause_though_another_waited_for_this_rank() -> None:
+    """Rank 5 stopped when rank 7 was lost, and rank 2 published first that it waited for rank 5."""
+    text = said(RuntimeError("closed"), blocked_member=2, by_2=f"5 {JOB}")
+    assert text.startswith(f"rank 5: rank 7 failed during {WHERE}"), text
+
+
 def test_peer_in_another_call_is_named_with_that_call() -> None:
     text = said(RuntimeError("closed"), blocked_member=7, by_7="5 broadcast")
     assert "rank 7 was in broadcast while this rank waited for it" in text

@@ -52,7 +52,7 @@ from wingbeat.planning.thresholds import ThresholdResult
 from wingbeat.schema import MalformedMessage, from_json, parse_json, to_json
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
-from wingbeat.transport import launchers, services
+from wingbeat.transport import launchers, loopback, services
 from wingbeat.transport.interfaces import Host, Interface, choose
 from wingbeat.transport.membership import LogEntry, View
 from wingbeat.transport.messages.peers import PeerInfo
@@ -378,7 +378,7 @@ TARGETS = [
     Target(
         "merged plans",
         VALUES_,
-        lambda v: checked_plans(v, WORKLOAD, 1),
+        lambda v: checked_plans(v, WORKLOAD, loopback.worlds(1)[0]),
         ([[["a"], [2, 3]]],),
         (PeerError,),
     ),

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import mesh_cases
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mesh_cases import NAMES, batch, net, sharded, weights
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from mesh_cases import batch, net, replicas, sharded, weights
 
 from helpers import accelerator
 from helpers.accelerator import group
 
 STEPS = 6
+DEADLINE = 170.0
+"""Seconds of a case, the first of which may build the device."""
 
 
 def join() -> None:
@@ -63,27 +65,26 @@ def host_waits() -> int:
     return int(found)
 
 
-def on(device: str, model: nn.Module) -> nn.Module:
-    """Move a model before it is sharded: torch cannot set ``data`` to a tensor of the device."""
-    swapping = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
+@contextlib.contextmanager
+def on(device: str) -> Iterator[None]:
+    """Have meshes and models on a device."""
+    before, mesh_cases.device = mesh_cases.device, device
     try:
-        return model.to(device)
+        yield
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(swapping)
+        mesh_cases.device = before
 
 
-def _trained(device: str) -> torch.Tensor:
-    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=NAMES)
-    model: Any = sharded(on(device, net()), mesh, reshard_after_forward=True)
+def _trained() -> torch.Tensor:
+    model: Any = sharded(net(), replicas(), reshard_after_forward=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(STEPS):
-        x, y = (each.to(device) for each in batch(step, dist.get_rank()))
+        x, y = batch(step, dist.get_rank())
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
-    return weights(model).cpu()
+    return weights(model)
 
 
 def _no_order(*_: Any) -> None:
@@ -101,7 +102,7 @@ MISSING = {
 def differences(missing: str, seeds: range) -> list[float]:
     """The relative difference of HSDP's weights on the device to those on the CPU, by seed."""
     late = accelerator.load()
-    want = _trained("cpu")
+    want = _trained()
     found = []
     with contextlib.ExitStack() as undone:
         for owner, name, other in MISSING[missing]:
@@ -109,6 +110,7 @@ def differences(missing: str, seeds: range) -> list[float]:
             setattr(owner, name, other)
         for seed in seeds:
             late.late_seed(4 * seed + dist.get_rank())
-            got = _trained(accelerator.NAME)
+            with on(accelerator.NAME):
+                got = _trained()
             found.append(float((got - want).norm() / want.norm()))
     return found

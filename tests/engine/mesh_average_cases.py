@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 import wingbeat
 import wingbeat.errors
+from wingbeat.engine.upgrade import engine_of
 from wingbeat.strategies import parse
 
 
@@ -234,6 +235,30 @@ def killed(strategy: str, dying: int, at: int, steps: int) -> list[Any]:
     finally:
         wingbeat.shutdown()
     return [how, time.monotonic() - begun, weights_of_shards(model)]
+
+
+def without_generator(strategy: str, at: int, steps: int) -> list[Any]:
+    """The group generator is killed at a step: seconds until all have ended, parts of weights."""
+    wingbeat.init(timeout=30)
+    try:
+        mesh = replicas(dist.get_world_size() // 2)
+        model: Any = sharded(net(), mesh["dp_shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+        train(model, optimizer, range(at))
+        dist.barrier()
+        begun = time.monotonic()
+        update: Any = engine_of(model).update  # type: ignore[union-attr]
+        service = update._averager.session._service  # of one rank
+        if service is not None:
+            service.kill()
+        train(model, optimizer, range(at, steps))
+        wingbeat.synchronize(model)
+        found = [service is not None, time.monotonic() - begun, weights_of_shards(model)]
+        wingbeat.release(model, optimizer)
+        return found
+    finally:
+        wingbeat.shutdown()
 
 
 def weights_of_shards(model: nn.Module) -> list[float]:

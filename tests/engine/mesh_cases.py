@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -41,9 +45,23 @@ import wingbeat.errors
 from wingbeat.collectives import Collectives
 from wingbeat.engine.upgrade import engine_of
 from wingbeat.strategies import parse
+from wingbeat.transport import mesh as mesh_module
 from wingbeat.transport.mesh import column_of
 
 NAMES = ("dp_replicate", "dp_shard")
+
+device = "cpu"
+"""The type of the devices of meshes and models, which `test_late_mesh` sets."""
+
+
+def placed(model: Any) -> Any:
+    """The model on the device, before it is sharded: torch cannot set ``data`` to another kind."""
+    swapping = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swapping)
 
 
 class Net(nn.Module):
@@ -60,7 +78,7 @@ class Net(nn.Module):
 
 def net(seed: int = 1, width: int = 7) -> Net:
     torch.manual_seed(seed)
-    return Net(width)
+    return placed(Net(width))
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
@@ -73,7 +91,7 @@ def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(8, 6, generator=generator)
-    return x, x.sum(1, keepdim=True).tanh()
+    return x.to(device), x.sum(1, keepdim=True).tanh().to(device)
 
 
 def train(model: Any, optimizer: Any, steps: range) -> None:
@@ -87,11 +105,20 @@ def train(model: Any, optimizer: Any, steps: range) -> None:
 def weights(model: nn.Module) -> torch.Tensor:
     """All parameters, whole, in double precision."""
     found = [p.detach() for p in model.parameters()]
-    return torch.cat([getattr(p, "full_tensor", lambda p=p: p)().flatten() for p in found]).double()
+    whole = [getattr(p, "full_tensor", lambda p=p: p)().flatten() for p in found]
+    return torch.cat(whole).cpu().double()
 
 
 def replicas(across: int = 2) -> DeviceMesh:
-    return init_device_mesh("cpu", (across, dist.get_world_size() // across), mesh_dim_names=NAMES)
+    return init_device_mesh(device, (across, dist.get_world_size() // across), mesh_dim_names=NAMES)
+
+
+def distributed(strategy: Any, optimizer: type[torch.optim.Optimizer], **options: Any) -> Any:
+    """A sharded model and its optimizer, with a strategy between two replicas."""
+    mesh = replicas()
+    model: Any = sharded(net(), mesh["dp_shard"])
+    made = optimizer(model.parameters(), **options)
+    return wingbeat.distribute(model, made, strategy, mesh=mesh)
 
 
 def difference_to_hsdp(strategy: str, steps: int, options: dict[str, Any]) -> float:
@@ -123,7 +150,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
             )
         }
     },
-    "one group": {"layers": False},
+    "one group": {"shards": [""]},
+    "roots without a common one": {"shards": ["layers.0", "layers.2", "head"]},
+    "partly sharded": {"shards": ["layers"], "same": True},
+    "sharded after plain layers": {"shards": ["layers.2", "head"], "same": True},
+    "sharded after plain layers, without zero_grad": {
+        "shards": ["layers.2", "head"],
+        "same": True,
+        "ours": "kept",
+        "theirs": "kept",
+    },
+    "not the last backward": {"ours": "not last", "theirs": "not last"},
+    "partly sharded without zero_grad": {
+        "shards": ["layers"],
+        "same": True,
+        "ours": "kept",
+        "theirs": "kept",
+    },
     "accumulated without reducing": {"ours": "unreduced", "theirs": "unreduced"},
     "accumulated without exchange": {"ours": "no_sync", "theirs": "unreduced"},
     "accumulated without zero_grad": {"ours": "kept", "theirs": "kept"},
@@ -134,7 +177,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scaled": {"ours": "scaled", "theirs": "scaled"},
     "compiled": {"ours": "compiled"},
 }
-"""Uses of FSDP2, each for both; ``ours`` and ``theirs`` are ways to train, as in `step_in`."""
+"""Uses of FSDP2, each for both; ``ours`` and ``theirs`` are ways to train, as in `step_in`.
+
+``shards`` are the modules that `fully_shard` gets in ours. ``same``: the ranks of a replica have
+the same batches, as parameters outside `fully_shard` require.
+"""
 
 
 def step_in(
@@ -149,12 +196,14 @@ def step_in(
         scaler.update()
         optimizer.zero_grad()
         return
-    many = way in ("unreduced", "no_sync", "kept")
+    many = way in ("unreduced", "no_sync", "kept", "not last")
     for micro in range(2 if many else 1):
         x, y = batch(2 * step + micro, dist.get_rank() if reader is None else reader)
         last = micro == 1
         if way == "unreduced":
             model.set_requires_gradient_sync(last)
+        if way == "not last":
+            model.set_is_last_backward(last)
         inside = model.no_sync() if way == "no_sync" and not last else contextlib.nullcontext()
         with inside:
             F.mse_loss(model(x), y).backward()
@@ -172,21 +221,25 @@ def step_in(
     optimizer.zero_grad()
 
 
-def variants(strategy: str, steps: int) -> dict[str, float]:
+def variants(strategy: str, steps: int, names: Collection[str] = VARIANTS) -> dict[str, float]:
     """The largest relative difference of weights to HSDP after some steps of each variant."""
     wingbeat.init(timeout=60)
     try:
         mesh, found = replicas(), {}
-        for name, variant in VARIANTS.items():
+        for name in names:
+            variant = VARIANTS[name]
             models, optimizers = [], []
             for of, part in (("theirs", mesh), ("ours", mesh["dp_shard"])):
                 model: Any = net()
                 options = variant.get("options", {})
-                if variant.get("layers", True):
+                shards = variant.get("shards", []) if of == "ours" else []
+                for each in shards:
+                    fully_shard(model.get_submodule(each), mesh=part, **options)
+                if not shards:
                     sharded(model, part, **options)
-                else:
-                    fully_shard(model, mesh=part, **options)
-                optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+                optimizer: Any = torch.optim.SGD(
+                    model.parameters(), lr=0.05, momentum=0.9, foreach=not variant.get("same")
+                )
                 way = variant.get(of, "plain")
                 if way == "prefetched":
                     layers = model.layers
@@ -195,9 +248,10 @@ def variants(strategy: str, steps: int) -> dict[str, float]:
                     model.compile(backend="eager")
                 if of == "ours":
                     wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
-                scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+                scaler = torch.amp.GradScaler(device, init_scale=64.0)
+                reader = dist.get_rank() // 2 if "same" in variant else None
                 for step in range(steps):
-                    step_in(way, model, optimizer, step, scaler)
+                    step_in(way, model, optimizer, step, scaler, reader)
                 if way == "scaled":
                     assert scaler.get_scale() == 32.0, scaler.get_scale()
                 models.append(model)
@@ -285,7 +339,9 @@ class Summed(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.mesh = mesh
-        self.weight = nn.Parameter(distribute_tensor(torch.randn(1, 6), mesh, [Replicate()]))
+        self.weight = nn.Parameter(
+            distribute_tensor(torch.randn(1, 6).to(device), mesh, [Replicate()])
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.chunk(self.mesh.size())[self.mesh.get_local_rank()]
@@ -298,11 +354,11 @@ def tensor_parallel(strategy: str, summed: bool, across: int, steps: int) -> flo
     wingbeat.init(timeout=60)
     try:
         inside = dist.get_world_size() // across
-        mesh = init_device_mesh("cpu", (across, inside), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(device, (across, inside), mesh_dim_names=("dp", "tp"))
         tp, model = mesh["tp"], net(width=8)
         if summed:
             model = Summed(tp)
-            alone: nn.Module = nn.Linear(6, 1, bias=False)
+            alone: nn.Module = placed(nn.Linear(6, 1, bias=False))
             alone.weight.data.copy_(model.weight.full_tensor())
         else:
             alone = net(width=8)
@@ -331,8 +387,8 @@ def tensor_parallel(strategy: str, summed: bool, across: int, steps: int) -> flo
 
 
 def whole_models(strategy: str) -> list[float]:
-    """Weights of a model that is not divided, with a mesh and without."""
-    wingbeat.init(timeout=60)
+    """Weights of a model that is not divided, with a mesh and without; the columns connected."""
+    job = wingbeat.init(timeout=60)
     try:
         found = []
         for mesh in (None, replicas()):
@@ -342,7 +398,8 @@ def whole_models(strategy: str) -> list[float]:
             train(model, optimizer, range(4))
             found.append(weights(model))
             wingbeat.release(model, optimizer)
-        return [float((found[0] - found[1]).abs().max()), float(found[1].sum())]
+        difference = float((found[0] - found[1]).abs().max())
+        return [difference, float(found[1].sum()), len(mesh_module._columns.get(job, {}))]
     finally:
         wingbeat.shutdown()
 
@@ -376,7 +433,7 @@ def three_dimensions(shape: tuple[int, int, int], strategy: str, steps: int) -> 
     wingbeat.init(timeout=60)
     try:
         names = ("dp_replicate", "dp_shard", "tp")
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
         found, norms = [], []
         batch_of = dist.get_rank() // shape[2]
         for ours in (False, True):
@@ -447,7 +504,7 @@ def _in_three_dimensions(
     residuals: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Weights after some steps of FSDP2 over tensor parallelism; HSDP without strategy."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=(*NAMES, "tp"))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=(*NAMES, "tp"))
     shards = mesh["dp_shard"] if strategy else mesh["dp_replicate", "dp_shard"]
     model: Any = sharded_in_parallel(net(width=8), mesh, shards)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -480,10 +537,7 @@ def unequal_steps() -> list[int]:
     """The ranks that an error about numbers of steps names, where one rank leaves one out."""
     wingbeat.init(timeout=60)
     try:
-        mesh = replicas()
-        model: Any = sharded(net(), mesh["dp_shard"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), mesh=mesh)
+        model, optimizer = distributed(wingbeat.AllReduce(), torch.optim.SGD, lr=0.1)
         train(model, optimizer, range(2))
         replica = dist.get_rank() // 2
         if replica == 0:
@@ -498,10 +552,7 @@ def joined() -> str:
     """What `join` says in replicas of several ranks."""
     wingbeat.init(timeout=60)
     try:
-        mesh = replicas()
-        model: Any = sharded(net(), mesh["dp_shard"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wingbeat.distribute(model, optimizer, wingbeat.AllReduce(), mesh=mesh)
+        model, _ = distributed(wingbeat.AllReduce(), torch.optim.SGD, lr=0.1)
         return words_of(lambda: model.join().__enter__())
     finally:
         wingbeat.shutdown()
@@ -580,6 +631,71 @@ def page(program: str) -> tuple[float, list[float]]:
         wingbeat.shutdown()
 
 
+class Optional(nn.Module):
+    """With a layer that a forward may use."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.some, self.net = nn.Linear(6, 6), model
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        return self.net(x + self.some(x) if use else x)
+
+
+def unused_in_some_replicas(strategy: str, steps: int) -> float:
+    """Difference to one process, of a layer that one replica uses, and none in every third step.
+
+    Replicas are tensor parallel, and `fully_shard` was applied to each layer.
+    """
+    wingbeat.init(timeout=60)
+    try:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=(*NAMES, "tp"))
+        trained: list[Any] = []
+        for ours in (False, True):
+            model: Any = Optional(net(width=8))
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            if ours:
+                sharded_in_parallel(model.net, mesh, mesh["dp_shard"])
+                parallelize_module(model, mesh["tp"], {"some": _Whole()})
+                fully_shard(model.some, mesh=mesh["dp_shard"])
+                fully_shard(model, mesh=mesh["dp_shard"])
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+                wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
+            replica = dist.get_rank() // 2
+            for step in range(steps):
+                optimizer.zero_grad()
+                for reader in [replica] if ours else [0, 1]:
+                    x, y = batch(step, reader)
+                    loss = F.mse_loss(model(x, use=reader == 0 and step % 3 < 2), y)
+                    (loss if ours else loss / 2).backward()
+                optimizer.step()
+            trained.append(weights(model))
+            if ours:
+                wingbeat.release(model, optimizer)
+        return _difference(*trained)
+    finally:
+        wingbeat.shutdown()
+
+
+def killed_in_distribute(dying: int) -> list[Any]:
+    """What each rank ends with, and after how long, if one dies before its column is connected."""
+    wingbeat.init(timeout=10)
+    begin = time.monotonic()
+    if dist.get_rank() == dying:
+        mesh_module.connect_column = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        train(*distributed(wingbeat.AllReduce(), torch.optim.AdamW, lr=0.01), range(2))
+        return ["trained", 0.0]
+    except (wingbeat.errors.WingbeatError, RuntimeError) as error:
+        found = [f"{type(error).__name__}: {error}", time.monotonic() - begin]
+    finally:
+        with contextlib.suppress(wingbeat.errors.WingbeatError):
+            wingbeat.shutdown()
+    # The process of a script would end, which closes torch's connections: once this is answered.
+    threading.Timer(1.0, os._exit, (0,)).start()
+    return found
+
+
 # -- columns ------------------------------------------------------------------------------
 
 
@@ -588,7 +704,7 @@ def columns_of_two_meshes() -> list[Any]:
     job = wingbeat.init(timeout=60)
     try:
         first = column_of(job, replicas(), None)
-        named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+        named = init_device_mesh(device, (2, 2), mesh_dim_names=("tp", "dp"))
         second = column_of(job, named, "dp")
         total = torch.full((5,), float(job.rank))
         Collectives(first.open_channel()).all_reduce(total).wait()
@@ -628,15 +744,15 @@ def refusals() -> dict[str, str]:
             chosen = strategy or wingbeat.AllReduce()
             return words_of(lambda: wingbeat.distribute(model, optimizer, chosen, **options))
 
-        other = init_device_mesh("cpu", (4, 1), mesh_dim_names=NAMES)
+        other = init_device_mesh(device, (4, 1), mesh_dim_names=NAMES)
         of_gpus = replicas()
-        of_gpus._device_type = "cuda"  # no process group of GPUs can be made here
+        of_gpus._device_type = "meta"  # gloo carries no tensors of it
         table = nn.ModuleDict({"table": nn.Embedding(4, 6, sparse=True), "net": net()})
         sharded(table["net"], inner)
         terms = nn.Linear(6, 1)
         part = DTensor.from_local(torch.ones(1, 6), inner, [Partial()])
         terms.weight = nn.Parameter(part)
-        third = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=(*NAMES, "alone"))
+        third = init_device_mesh(device, (2, 2, 1), mesh_dim_names=(*NAMES, "alone"))
         return {
             "no mesh": attempt(sharded(net(), inner)),
             "not a mesh": attempt(net(), mesh=(2, 2)),

@@ -35,7 +35,7 @@ REFUSED = {
     "a part of the mesh": r"ranks \[0, 1\], rank 2's has \[2, 3\].* of all ranks of the job",
     "sharded over all": r"'layers.0.weight' is placed on ranks 0, 1, 2, 3, and rank . is in",
     "nothing is divided": "no parameter is divided over dp_shard, so nothing averages",
-    "of GPUs": "a mesh of 'cuda' devices is not supported yet: updates are not ordered with",
+    "of GPUs": "group of dimension 'dp_shard' carries no 'meta' tensors: start the default group",
     "sparse": "1 parameters have sparse gradients, which nothing averages.*use sparse=False",
     "terms": r"'weight' is placed as Partial\(sum\): a parameter must be sharded or replicated$",
     "averaging": "ADPSGD.* is not possible for replicas of 2 ranks.*use LocalSGD",
@@ -64,9 +64,9 @@ def test_exact_strategy_over_fsdp2_equals_hsdp(job: Pool, strategy: str) -> None
     assert max(differences) < 1e-6, differences
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+@pytest.mark.parametrize("strategy", [pytest.param("allreduce", marks=pytest.mark.slow), "dear"])
 def test_each_use_of_fsdp2_equals_hsdps(job: Pool, strategy: str) -> None:
-    for found in job.run(mesh_cases.variants, strategy, 6):
+    for found in job.run(mesh_cases.variants, strategy, 6, deadline=150.0):
         wrong = {name: by for name, by in found.items() if not by < 1e-6}
         assert found.keys() == mesh_cases.VARIANTS.keys()
         assert not wrong
@@ -100,13 +100,20 @@ def test_fsdp2_over_tensor_parallelism_equals_hsdp(
     check_three_dimensions(job.run(mesh_cases.three_dimensions, shape, strategy, 4), shape)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.slow)])
 def test_uses_of_fsdp2_over_tensor_parallelism_equal_hsdps(
     job: Pool, shape: tuple[int, int, int]
 ) -> None:
     for found in job.run(mesh_cases.parallel_uses, shape, "dear", 4):
         assert found.keys() == mesh_cases.PARALLEL_USES.keys()
         assert max(found.values()) < 1e-6, found
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dear"])
+def test_parameter_without_gradient_in_some_replicas_trains_as_in_one_process(
+    job: Pool, strategy: str
+) -> None:
+    assert max(job.run(mesh_cases.unused_in_some_replicas, strategy, 7)) < 1e-6
 
 
 def test_compressed_parts_of_tensor_parallelism_train_as_hsdp_nearly(job: Pool) -> None:
@@ -142,6 +149,7 @@ def test_model_that_is_not_divided_is_averaged_over_all_ranks(job: Pool, strateg
     found = job.run(mesh_cases.whole_models, strategy)
     assert [each[0] for each in found] == pytest.approx([0.0] * SIZE, abs=1e-7)
     assert len({each[1] for each in found}) == 1
+    assert [each[2] for each in found] == [0] * SIZE, "columns were connected and are not used"
 
 
 def test_different_gradients_of_a_parameter_that_ranks_share_are_refused(job: Pool) -> None:
@@ -175,6 +183,18 @@ def test_program_of_the_page_trains_equal_weights_on_all_ranks(job: Pool) -> Non
     losses, weights = zip(*job.run(mesh_cases.page, program), strict=True)
     assert max(losses) < 0.1
     assert all(each == weights[0] for each in weights)
+
+
+def test_rank_that_dies_in_the_first_distribute_is_named_on_all_others(
+    fresh_pool: Callable[..., Pool],
+) -> None:
+    outcomes = fresh_pool(SIZE, default_group=True).outcomes(
+        mesh_cases.killed_in_distribute, 3, grace=50.0
+    )
+    assert [each.kind for each in outcomes] == ["ok"] * 3 + ["died"], outcomes
+    words, seconds = zip(*(each.value for each in outcomes[:3]), strict=True)
+    assert all("rank 3" in text for text in words[1:]), words
+    assert max(seconds) < 25.0
 
 
 def test_lost_rank_is_named_with_its_replica(job: Pool) -> None:

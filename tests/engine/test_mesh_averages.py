@@ -8,6 +8,7 @@ from typing import Any
 import mesh_average_cases as cases
 import pytest
 
+from helpers.amounts import slow_except
 from helpers.pool import Pool
 
 SIZE = 4
@@ -44,7 +45,10 @@ USES = [
 ]
 
 
-@pytest.mark.parametrize("strategy", USES)
+@pytest.mark.parametrize(
+    "strategy",
+    slow_except(["ripples:policy=static", "localsgd:every=2,compression=sketch"], USES),
+)
 def test_synchronized_replicas_agree_and_continue_from_their_state(
     job: Pool, strategy: str
 ) -> None:
@@ -65,15 +69,24 @@ def six() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.mark.parametrize("strategy", ["ripples", "ripples:overlap=true", "localsgd:every=2"])
+@pytest.mark.parametrize(
+    "strategy", slow_except(["ripples"], ["ripples", "ripples:overlap=true", "localsgd:every=2"])
+)
 def test_slow_replica_and_uneven_steps_end_with_equal_models(six: Pool, strategy: str) -> None:
     found = six.run(cases.groups, strategy, 3, 18, 0.05 if "ripples" in strategy else 0.0)
     assert all(after == found[0][1] for _, after in found)
     assert found[0][0] == found[1][0], "ranks of one replica"
 
 
-@pytest.mark.parametrize("dying", [4, 5], ids=["leader", "follower"])
-@pytest.mark.parametrize("strategy", ["ripples", "localsgd:every=2"])
+@pytest.mark.parametrize(
+    ("strategy", "dying"),
+    [
+        pytest.param("ripples", 4, id="ripples-leader"),
+        pytest.param("ripples", 5, id="ripples-follower", marks=pytest.mark.slow),
+        pytest.param("localsgd:every=2", 4, id="localsgd-leader", marks=pytest.mark.slow),
+        pytest.param("localsgd:every=2", 5, id="localsgd-follower"),
+    ],
+)
 def test_replicas_continue_in_seconds_without_one_whose_rank_is_killed(
     fresh_pool: Callable[..., Pool], strategy: str, dying: int
 ) -> None:
@@ -88,3 +101,12 @@ def test_replicas_continue_in_seconds_without_one_whose_rank_is_killed(
         assert each.value[1] < 15.0
     assert outcomes[0].value[2] == outcomes[2].value[2]
     assert outcomes[1].value[2] == outcomes[3].value[2]
+
+
+@pytest.mark.parametrize("strategy", ["ripples", "localsgd:every=2"])
+def test_replicas_continue_in_seconds_without_the_group_generator(six: Pool, strategy: str) -> None:
+    found = six.run(cases.without_generator, strategy, 4, 12)
+    assert sum(each[0] for each in found) == 1, "one generator was killed"
+    assert max(each[1] for each in found) < 15.0
+    for place in range(2):
+        assert all(each[2] == found[place][2] for each in found[place::2])

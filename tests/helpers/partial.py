@@ -25,6 +25,7 @@ class FakeWorld:
     rank: int
     size: int
     said: Any = None
+    replica: None = None
 
     @property
     def me(self) -> str:

@@ -50,7 +50,7 @@ def play(
     Returns:
         What rank 0 has found, and the cuts of each iteration, which were the same on all workers.
     """
-    trials = [threshold_trial(layers, start, steps, rank, size) for rank in range(size)]
+    trials = [threshold_trial(layers, start, steps, rank, range(size)) for rank in range(size)]
     used = [cuts_from_thresholds(start, layers)] * size
     measured = [0.0] * size
     history: list[Cuts] = []

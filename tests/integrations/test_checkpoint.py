@@ -75,7 +75,7 @@ def test_what_was_not_saved_so_is_refused(pool_of: PoolOf, tmp_path: Path) -> No
         assert plain.startswith("checkpoint.state(): pass a model and its optimizer")
 
 
-@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("files", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_replicas_continue_with_their_residuals(
     files: bool, pool_of: PoolOf, tmp_path: Path
 ) -> None:
@@ -89,7 +89,7 @@ def test_replicas_continue_with_their_residuals(
         assert not any(map(torch.any, each["residuals"].values())), "of other shards"
 
 
-@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("files", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_residuals_of_replicas_are_shared_out_to_another_number_of_replicas(
     files: bool, pool_of: PoolOf, fresh_pool: Callable[..., Pool], tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ def test_a_trainer_is_used_several_times(pool_of: PoolOf, tmp_path: Path) -> Non
     pool_of(2).run(cases.several_times, str(tmp_path), deadline=150.0)
 
 
+@pytest.mark.slow
 def test_the_tuner_finds_what_it_finds_with_ddp(pool_of: PoolOf, tmp_path: Path) -> None:
     pool_of(2).run(cases.tuned, str(tmp_path), deadline=150.0)
 
@@ -63,5 +64,6 @@ def test_four_workers(name: str, pool_of: PoolOf) -> None:
     pool_of(4).run(lightning_cases.as_ddp, name, kinds, deadline=170.0)
 
 
+@pytest.mark.slow
 def test_in_pairs_a_step_may_wait_for_all(pool_of: PoolOf) -> None:
     pool_of(4).run(lightning_state_cases.waits_for_all, deadline=170.0)

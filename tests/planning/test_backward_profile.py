@@ -262,7 +262,7 @@ def test_profiler_real_device_measures_backward() -> None:
 
 def test_combine_slowest_worker_counts_for_each_layer() -> None:
     rows = [[0.0, 1.0, 5.0, 0.5, 7.0], [0.0, 2.0, 4.0, 0.7, 6.0], [0, 1, 1, 0, 0], None]
-    assert combine(rows, 3, rank=0) == ((0.0, 2.0, 5.0), 0.7, 7.0)
+    assert combine(rows, 3, 0, range(4)) == ((0.0, 2.0, 5.0), 0.7, 7.0)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +285,6 @@ def test_combine_slowest_worker_counts_for_each_layer() -> None:
     ],
 )
 def test_combine_malformed_rows_name_sender(row) -> None:
-    with pytest.raises(PeerError, match=r"rank 2: rank 1 sent malformed backward times") as caught:
-        combine([[0.0, 1.0, 2.0, 0.0, 0.0], row, [0.0, 1.0, 2.0, 0.0, 0.0]], 3, rank=2)
+    with pytest.raises(PeerError, match=r"rank 5: rank 3 sent malformed backward times") as caught:
+        combine([[0.0, 1.0, 2.0, 0.0, 0.0], row, [0.0, 1.0, 2.0, 0.0, 0.0]], 3, 2, [1, 3, 5])
     assert "\n" not in str(caught.value)

@@ -32,7 +32,7 @@ class Worker:
     """A tuner, what its engine does with it, and what came of it."""
 
     def __init__(self, rule: Tuning, rank: int, size: int, start: int = START) -> None:
-        self.tuner = bucket_size_trial(rule, start, rank, size)
+        self.tuner = bucket_size_trial(rule, start, rank, range(size))
         self.size_now = start
         self.reported = self.taken = 0
         self.story: list[tuple[int, int | None, bool]] = []
@@ -158,7 +158,9 @@ def test_bucket_trial_takes_its_steps_and_warmup() -> None:
 
 
 def test_bucket_trial_throughput_is_mean_of_workers_and_median_of_steps() -> None:
-    tuners = [bucket_size_trial(tuning(trials=1, steps=3), START, rank, 2) for rank in range(2)]
+    tuners = [
+        bucket_size_trial(tuning(trials=1, steps=3), START, rank, range(2)) for rank in range(2)
+    ]
     for pair in [(9, 9), (9, 9), (0.5, 0.25), (0.2, 0.2), (1000, 1000)]:
         rows = [tuner.report(s) for tuner, s in zip(tuners, pair, strict=True)]
         for tuner in tuners:
@@ -202,7 +204,7 @@ def test_bucket_trial_size_and_topology_change_together_on_all_workers(search: s
     rule = Tuning(
         search=search, low_bytes=MB, high_bytes=100 * MB, trials=10, steps=2, topologies=THREE
     )
-    tuners = [bucket_size_trial(rule, START, rank, 3, "ring") for rank in range(3)]
+    tuners = [bucket_size_trial(rule, START, rank, range(3), "ring") for rank in range(3)]
     stories: list[list[tuple[Any, str, bool]]] = [[] for _ in tuners]
     took = [0.0] * 3
     while not tuners[0].done:
@@ -235,7 +237,10 @@ def test_bucket_trial_only_rank_0_searches(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("a worker other than rank 0 searched")
 
     rule = tuning(trials=2, steps=1)
-    zero, one = bucket_size_trial(rule, START, 0, 2), bucket_size_trial(rule, START, 1, 2)
+    zero, one = (
+        bucket_size_trial(rule, START, 0, range(2)),
+        bucket_size_trial(rule, START, 1, range(2)),
+    )
     while not zero.done:
         rows = [zero.report(0.1), one.report(0.1)]
         zero.process_rows(rows)
@@ -251,7 +256,7 @@ def heard_by(
 ) -> tuple[LedTrial[Any, BucketSizeResult], list[list[float]]]:
     """A tuner of two workers, after ``decided`` decisions, and rows that it would accept."""
     rule = tuning(trials=2, steps=1)
-    tuners = [bucket_size_trial(rule, START, r, 2) for r in range(2)]
+    tuners = [bucket_size_trial(rule, START, r, range(2)) for r in range(2)]
     for _ in range((WARMUP + 2) * decided):
         rows = [tuner.report(0.1) for tuner in tuners]
         for tuner in tuners:
@@ -365,7 +370,7 @@ def test_bucket_trial_libraries_are_imported_before_first_decision(
     calls = []
     monkeypatch.setattr(bucket_size, "choose", lambda samples: calls.append(len(samples)))
     for rank in (1, 0):
-        tuner = bucket_size_trial(tuning(), START, rank, 2)
+        tuner = bucket_size_trial(tuning(), START, rank, range(2))
         tuner.report(0.1)
         tuner.report(0.1)
     assert calls == [1]

@@ -17,7 +17,7 @@ def decide(
     seconds: Callable[[int, bool], float], size: int = 2
 ) -> tuple[list[Trial[bool, CompressionTimes]], int]:
     """Run all workers' trials against a clock; return them and the iterations that it took."""
-    trials = [compression_trial(rank, size) for rank in range(size)]
+    trials = [compression_trial(rank, range(size)) for rank in range(size)]
     for iteration in range(200):
         rows = [t.report(seconds(rank, t.candidate)) for rank, t in enumerate(trials)]
         for t in trials:
@@ -67,7 +67,7 @@ def test_compression_trial_single_slow_iteration_does_not_decide() -> None:
 
 
 def test_compression_trial_unknown_and_outdated_times_do_not_count() -> None:
-    one = compression_trial(0, 2)
+    one = compression_trial(0, range(2))
     for rows in ([[0.0, 0.0], [1.0, 0.0]], [[1.0, 0.0], [1.0, 1.0]]):
         assert not one.process_rows(rows)
     assert one._values == []
@@ -85,4 +85,4 @@ def test_compression_trial_unknown_and_outdated_times_do_not_count() -> None:
 )
 def test_compression_trial_malformed_rows_are_refused(rows) -> None:
     with pytest.raises(PeerError, match="rank 0: "):
-        compression_trial(0, 2).process_rows(rows)
+        compression_trial(0, range(2)).process_rows(rows)

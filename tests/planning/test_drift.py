@@ -29,7 +29,8 @@ def _window(drift: DriftDetector, seconds: float, others: list[float] | None = N
         assert not drift.window_ended()
         drift.count(seconds)
     assert drift.window_ended()
-    return drift.compare([drift.median(), *(others or [])])
+    medians = [drift.median(), *(others or [])]
+    return drift.compare(medians, range(len(medians)))
 
 
 @pytest.mark.parametrize("steps", [1, 10])
@@ -104,11 +105,11 @@ def test_drift_few_slow_iterations_do_not_count() -> None:
     assert _window(drift, 0.1) is None
     for number in range(DRIFT_WARMUP + DRIFT_WINDOW):
         drift.count(5.0 if number % 3 == 0 else 0.1)
-    assert drift.compare([drift.median()]) is None
+    assert drift.compare([drift.median()], [0]) is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), -1.0, float("inf"), 1e10])
 def test_drift_invalid_median_names_sender(value: float) -> None:
     drift = _planned()
-    with pytest.raises(PeerError, match="rank 1 sent"):
-        drift.compare([0.1, value])
+    with pytest.raises(PeerError, match="rank 3 sent"):
+        drift.compare([0.1, value], [1, 3])

@@ -14,14 +14,15 @@ import torch
 
 import wingbeat
 import wingbeat_lab
+from helpers.columns import columns
 from helpers.merges import work
 from helpers.training import assert_same, backward, engine, net, sgd, weights
 from wingbeat.compression import Sketch, TopK
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.planning import control, measure, merge, merging, trials
 from wingbeat.planning.backward import BackwardProfiler
-from wingbeat.planning.measure import SECOND_PHASE, Samples, payload_bytes
-from wingbeat.planning.merging import LayerMerging
+from wingbeat.planning.measure import SECOND_PHASE, Samples
+from wingbeat.planning.merging import CostProbe, LayerMerging
 from wingbeat.strategies import MGWFBP
 from wingbeat.transport import loopback
 from wingbeat.types import Plan, PlannedBucket, Span
@@ -391,14 +392,14 @@ def test_merging_missing_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, [[0], []], [[0, 1]], [1, 4], "x", [1, 3, 2], [1.0, 3]])
-def test_checked_plans_malformed_plan_names_rank_0(answer: Any) -> None:
-    with pytest.raises(PeerError, match="rank 1: rank 0 sent a malformed plan"):
-        merging.checked_plans(answer and [[["exact"], answer]], WORKLOAD, 1)
+def test_checked_plans_malformed_plan_names_the_first_rank_of_the_column(answer: Any) -> None:
+    with pytest.raises(PeerError, match="rank 3: rank 1 sent a malformed plan"):
+        merging.checked_plans(answer and [[["exact"], answer]], WORKLOAD, columns(2, 2)[3])
 
 
 def test_checked_plans_valid_plans_are_returned() -> None:
     sent = [[["exact"], [2, 3]], [["paper", "one"], [3]]]
-    assert merging.checked_plans(sent, WORKLOAD, 1) == [
+    assert merging.checked_plans(sent, WORKLOAD, columns(2, 2)[3]) == [
         merge.Candidate(("exact",), Plan((PlannedBucket((0, 1)), PlannedBucket((2,))))),
         merge.Candidate(("paper", "one"), Plan((PlannedBucket((0, 1, 2)),))),
     ]
@@ -491,9 +492,19 @@ def test_merging_compression_trial_decides_planned_wire(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "groups", [{}, {"head.*": 1.0}, {"*": 0.5}, {"first.weight": 0.2, "*.bias": 0.9}]
+    ("groups", "dense"),
+    [
+        ({}, ()),
+        ({"head.*": 1.0}, ()),
+        ({"*": 0.5}, ()),
+        ({"first.weight": 0.2, "*.bias": 0.9}, ()),
+        ({"first.weight": 0.2}, ("first.weight", "head.bias")),
+    ],
 )
-def test_payload_bytes_equal_bytes_in_bucket(groups: dict[str, float]) -> None:
+def test_payload_bytes_equal_bytes_in_bucket(
+    groups: dict[str, float], dense: tuple[str, ...]
+) -> None:
+    """``dense``: as if several ranks of a replica held these parameters."""
     wire = TopK(density=0.05, warmup=0, groups=groups, auto_disable=False)
 
     def body(world: Any) -> tuple[float, int]:
@@ -501,11 +512,14 @@ def test_payload_bytes_equal_bytes_in_bucket(groups: dict[str, float]) -> None:
         layers = {"first": torch.nn.Linear(300, 200), "head": torch.nn.Linear(200, 300)}
         model = torch.nn.Sequential(OrderedDict(layers))
         wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
+        engine(model).compression.dense = frozenset(dense)
         model(torch.ones(2, 300)).sum().backward()
         [bucket] = engine(model).buckets
         encoded = engine(model).compression._encoded(bucket)
         room = encoded.coding.room(Span(0, bucket.flat.numel()))
-        return sum(payload_bytes(engine(model).bucketing.specs, wire)), room
+        made = engine(model)
+        parts = made.bucketing, made.compression, made.collectives
+        return sum(CostProbe(strategy, *parts)._payload_bytes()), room
 
     for planned, room in loopback.run(loopback.worlds(2), body):
         assert planned == pytest.approx(room, rel=0.02)

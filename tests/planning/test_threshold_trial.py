@@ -107,7 +107,7 @@ def test_threshold_trial_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -
 
 def ready(rank: int = 1, size: int = 2, classes: int = 3) -> LedTrial:
     """A trial that has taken decision 1: one class."""
-    trial = threshold_trial(10, START[classes], 2, rank, size)
+    trial = threshold_trial(10, START[classes], 2, rank, range(size))
     trial.process_rows([row(1, taken=0), row(0, taken=0)])
     return trial
 
@@ -150,7 +150,7 @@ def test_threshold_trial_malformed_row_is_refused_and_names_sender(
 
 
 def test_threshold_trial_endless_tuning_is_refused() -> None:
-    trial = threshold_trial(3, START[2], 1, 1, 2)
+    trial = threshold_trial(3, START[2], 1, 1, range(2))
     other = [1.0, 0.0, 0.0, 0.0, 0.0]
 
     def take(number: int) -> None:
@@ -164,7 +164,7 @@ def test_threshold_trial_endless_tuning_is_refused() -> None:
 
 
 def test_threshold_trial_decision_applies_when_delivered() -> None:
-    trial = threshold_trial(10, (0.25,), 1, 0, 1)
+    trial = threshold_trial(10, (0.25,), 1, 0, range(1))
     assert trial.process_rows([trial.report(1.0)]) == ()
     trial.process_rows([trial.report(1.0)])  # settles
     trial.process_rows([trial.report(1.0)])  # counts
@@ -173,5 +173,5 @@ def test_threshold_trial_decision_applies_when_delivered() -> None:
 
 
 def test_threshold_trial_start_equal_to_first_candidate_is_no_change() -> None:
-    trial = threshold_trial(10, (0.95,), 1, 0, 1)
+    trial = threshold_trial(10, (0.95,), 1, 0, range(1))
     assert trial.process_rows([trial.report(1.0)]) is None

@@ -2,116 +2,49 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 
+import descriptor_cases as cases
 import pytest
-import torch.distributed as dist
 
+from helpers.pool import Pool
 from helpers.ports import free_port
-from wingbeat import _native
-from wingbeat.errors import UsageError
-from wingbeat.transport import descriptors
-from wingbeat.transport.messages import connect
-from wingbeat.transport.messages.connect import open_mailbox
-from wingbeat.transport.services import ProcessService
-from wingbeat.transport.torch_store import TorchStore
 
 
 @pytest.fixture
-def limit() -> Iterator[None]:
-    """The soft limit is as before, afterwards."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+def alone() -> Iterator[Pool]:
+    """A process of its own: threads of earlier tests close descriptors of this one at any time."""
+    pool = Pool(1, default_group=False)
+    yield pool
+    pool.close()
 
 
-def count() -> int:
-    return len(os.listdir(descriptors.FD_DIRECTORY)) - 1
+CASES = {
+    "limit lifted": (cases.lifted_limit,),
+    "what fits": (cases.what_fits,),
+    "none free": (cases.none_free,),
+    "gloo device": (cases.gloo_device,),
+    **{
+        f"carrier {interfaces} x {classes}": (cases.carrier, interfaces, classes)
+        for interfaces in (1, 2)
+        for classes in (1, 3)
+    },
+    "mailbox": (cases.mailbox,),
+    "mailbox after the check, carrier": (cases.mailbox_after_the_check, 0),
+    "mailbox after the check, sockets": (cases.mailbox_after_the_check, 2),
+    "service": (cases.service,),
+}
+"""Those of `descriptor_cases`, which assert."""
 
 
-def allow(more: int) -> int:
-    """Let this process open ``more`` descriptors; returns the limit. Few were opened and closed."""
-    gc.collect()  # earlier tests' sockets
-    soft = count() + more
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    )
-    return soft
-
-
-def test_raise_limit_lifts_soft_to_hard(limit: None) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    allow(50)
-    descriptors.raise_limit()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-
-
-def test_require_accepts_what_fits_and_names_limit_and_need_otherwise(limit: None) -> None:
-    fits = allow(10 + descriptors._RESERVED)
-    descriptors.require(10, "opening ten")
-    with pytest.raises(UsageError) as caught:
-        descriptors.require(11, "opening eleven")
-    assert str(caught.value).startswith(
-        f"opening eleven: too few file descriptors: the limit is {fits} and at least {fits + 1} "
-        "are needed; raise the hard limit, ulimit -Hn 1024"
-    )
-
-
-def test_require_without_any_free_descriptor_is_refused(limit: None) -> None:
-    allow(0)
-    with pytest.raises(UsageError, match="the limit is"):
-        descriptors.require(0, "opening nothing")
-
-
-def test_gloo_device_opens_the_stated_number() -> None:
-    before = count()
-    device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    assert count() - before == descriptors.GLOO_DEVICE_DESCRIPTORS
-    del device
-
-
-@pytest.mark.parametrize("interfaces", [1, 2])
-@pytest.mark.parametrize("classes", [1, 3])
-def test_carrier_opens_the_stated_number(interfaces: int, classes: int) -> None:
-    before = count()
-    carrier = _native.Carrier(0, 1, 1000, 10_000, 1.0, 60.0, True)
-    ports = connect._listen(carrier, ["127.0.0.1"] * interfaces, classes, "opening it")
-    assert sum(map(len, ports)) == interfaces * classes
-    assert count() - before == connect._CARRIER_DESCRIPTORS + interfaces * classes
-    carrier.abandon()
-
-
-def test_mailbox_without_descriptors_is_refused(limit: None) -> None:
-    store = TorchStore(dist.HashStore())
-    allow(6)
-    with pytest.raises(
-        UsageError, match="rank 0: opening a mailbox in namespace 'few': too few file"
-    ):
-        open_mailbox(store, 0, [1], namespace="few", seconds=1.0)
-
-
-@pytest.mark.parametrize("free", [0, 2])  # for the carrier, and for its sockets
-def test_mailbox_that_finds_no_descriptor_after_the_check_is_refused(
-    free: int, limit: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(descriptors, "require", lambda *_: allow(free))
-    with pytest.raises(UsageError, match=r"too few file descriptors: the limit is \d+ and"):
-        open_mailbox(TorchStore(dist.HashStore()), 0, [1], namespace="few", seconds=1.0)
-
-
-def test_service_without_descriptors_is_not_started(limit: None) -> None:
-    class Config:
-        me = "the service"
-
-    allow(6)
-    with pytest.raises(UsageError, match="starting the service: too few file descriptors"):
-        ProcessService(Config(), TorchStore(dist.HashStore()))  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", CASES)
+def test_few_descriptors_are_counted_and_refused(alone: Pool, name: str) -> None:
+    case, *args = CASES[name]
+    alone.run(case, *args)
 
 
 TRAIN = """

@@ -66,7 +66,9 @@ TRAINS = """if True:
 
 
 @pytest.mark.lab
-@pytest.mark.parametrize(("dscp", "queue"), [(0, "be"), (46, "ef")])
+@pytest.mark.parametrize(
+    ("dscp", "queue"), [pytest.param(0, "be", marks=pytest.mark.slow), (46, "ef")]
+)
 def test_switches_that_honour_the_class_give_gradients_its_queue(dscp: int, queue: str) -> None:
     result = lab.run("star:2@1gbit,prio=2", [sys.executable, "-c", TRAINS, str(dscp)], timeout=120)
     assert result.exit_code == 0

@@ -261,6 +261,7 @@ TRAINS = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 def test_training_continues_around_a_cut_cable_with_the_same_weights() -> None:
     lines: dict[str, list[str]] = {"": [], "eth1": []}

@@ -102,6 +102,7 @@ class Residuals:
 
     ``shapes`` are those of the trained parameters, by name. A ``velocity`` is for momentum
     correction (Deep Gradient Compression, section 3.2). Memory is allocated on first use.
+    ``worker`` is what ``rank`` counts, as used in error messages.
     """
 
     def __init__(
@@ -111,10 +112,12 @@ class Residuals:
         rank: int,
         world_size: int,
         velocity: bool = False,
+        worker: str = "rank",
     ) -> None:
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
         self.rank = rank
         self.world_size = world_size
+        self.worker = worker
         self._shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self._kinds = {"residuals": _Memory(self._shapes)}
         if velocity:
@@ -199,7 +202,7 @@ class Residuals:
             )
         for position, state in enumerate(states):
             self.check(state, f"load_state_dicts(states): states[{position}]")
-        check_complete(states)
+        check_complete(states, self.worker)
         ordered = sorted(states, key=lambda state: int(state["rank"]))
         self._take(ordered[self.rank :: self.world_size])
 
@@ -222,11 +225,11 @@ class Residuals:
             )
         if "velocity" in state and "velocity" not in self._kinds:
             raise UsageError(
-                f"{where}: rank {rank}'s part has a velocity and this run has no momentum "
+                f"{where}: {self.worker} {rank}'s part has a velocity and this run has no momentum "
                 "correction; set the same momentum as in the run that was saved"
             )
         for kind in ("residuals", *(["velocity"] if "velocity" in state else [])):
-            part = f"{where}: {kind} of rank {rank}'s part"
+            part = f"{where}: {kind} of {self.worker} {rank}'s part"
             values = state.get(kind)
             if not isinstance(values, dict):
                 raise UsageError(f"{part}: {type(values).__name__}; expected a dict of tensors")
@@ -272,36 +275,39 @@ def _refuse_other_names(mine: Iterable[str], theirs: Mapping[Any, Any], where: s
             )
 
 
-def check_complete(states: Sequence[Part]) -> None:
-    """Raise a `UsageError` unless ``states`` has one part of each worker of one run."""
+def check_complete(states: Sequence[Part], worker: str) -> None:
+    """Raise a `UsageError` unless ``states`` has one part of each worker of one run.
+
+    ``worker`` is what their ranks count.
+    """
     size = states[0]["world_size"]
     seen: set[int] = set()
     for state in states:
         rank = state["rank"]
         if state["world_size"] != size:
             raise UsageError(
-                f"load_state_dicts(states): rank {states[0]['rank']}'s part is of a run with "
-                f"{size} workers, rank {rank}'s of one with {state['world_size']}; pass the parts "
-                "of one run"
+                f"load_state_dicts(states): {worker} {states[0]['rank']}'s part is of a run with "
+                f"{size} workers, {worker} {rank}'s of one with {state['world_size']}; pass the "
+                "parts of one run"
             )
         if rank in seen:
             raise UsageError(
-                f"load_state_dicts(states): the part of rank {rank} occurs twice; pass each "
+                f"load_state_dicts(states): the part of {worker} {rank} occurs twice; pass each "
                 "worker's part once"
             )
         seen.add(rank)
     missing = sorted(set(range(size)) - seen)
     if missing:
         raise UsageError(
-            f"load_state_dicts(states): the part of rank {missing[0]} is missing; a run with "
-            f"{size} workers has parts of ranks 0 to {size - 1}"
+            f"load_state_dicts(states): the part of {worker} {missing[0]} is missing; a run with "
+            f"{size} workers has parts of {worker}s 0 to {size - 1}"
         )
     kinds = {rank: "velocity" in state for rank, state in ((s["rank"], s) for s in states)}
     if len(set(kinds.values())) > 1:
         without = min(rank for rank, has in kinds.items() if not has)
         raise UsageError(
-            f"load_state_dicts(states): rank {without}'s part has no velocity and others have "
-            "one; pass the parts of one run"
+            f"load_state_dicts(states): {worker} {without}'s part has no velocity and others "
+            "have one; pass the parts of one run"
         )
 
 

@@ -87,7 +87,8 @@ class SharedFailure:
 class LostPeer(Exception):
     """A transfer to or from job rank ``peer`` failed after ``seconds``.
 
-    ``blocked_member`` is a member that failed earlier, while it waited for this rank.
+    ``blocked_member`` is a member that failed earlier, while it waited for this rank. This rank has
+    delayed the group then, unless the chain of waits ends at a rank that waited for none.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ def explain_loss(
     """
     if group is not None:
         where = f"{where} in {group}"
+    if lost.blocked_member is not None and not attribution.is_cycle(lost.peer):
+        lost.blocked_member = None
     cause = (
         attribution.root_cause(lost.peer) if lost.blocked_member is None else lost.blocked_member
     )

@@ -22,6 +22,7 @@ from wingbeat.engine.gradients.sparse import check_sparse, sparse_parameters
 from wingbeat.engine.join_context import joined
 from wingbeat.engine.model_checks import (
     averages_inside,
+    check_accelerated_replica,
     check_complex,
     check_placed,
     check_strategy_in_replicas,
@@ -47,7 +48,7 @@ from wingbeat.observe.reporter import (
 )
 from wingbeat.parts.strategy import Strategy
 from wingbeat.traits import MEANS
-from wingbeat.transport.mesh import column_of, describe, refuse_unequal
+from wingbeat.transport.mesh import column_of, describe, refuse_unequal, replicas_of
 from wingbeat.transport.torch_store import is_append_only
 from wingbeat.transport.world import World, current
 
@@ -127,13 +128,13 @@ def distribute(
     told = None if mesh is None else describe(mesh, across)
     if alike:
         _check_same_model(model, optimizer, world, strategy, told)
-    if mesh is not None:
+    if mesh is not None and not averages_inside(
+        model, strategy, replicas_of(whole, mesh, across).shape[1]
+    ):
         world = column_of(whole, mesh, across)
-        if averages_inside(model, strategy, world):
-            world = whole
-        else:
-            check_strategy_in_replicas(strategy, world)
-            check_placed(model, world)
+        check_strategy_in_replicas(strategy, world)
+        check_placed(model, world)
+        check_accelerated_replica(model, strategy, world)
     if world.size > 1:
         # Several models of one process launch their buckets in different orders.
         world = world.open_channel()

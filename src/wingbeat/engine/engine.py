@@ -48,8 +48,16 @@ from wingbeat.engine.gradients.bucketing import (
     synchronised,
 )
 from wingbeat.engine.gradients.compression import Compression
-from wingbeat.engine.gradients.placed import CopiesCheck, clip, local, shard_all
+from wingbeat.engine.gradients.placed import (
+    CopiesCheck,
+    clip,
+    local,
+    reduces_later,
+    shard_all,
+    sharding_states,
+)
 from wingbeat.engine.gradients.sparse import SparseGradients, gathers_sparse, sparse_parameters
+from wingbeat.engine.gradients.streams import GradientStreams
 from wingbeat.engine.gradients.views import (
     PendingGradient,
     clip_blocks,
@@ -163,7 +171,11 @@ class Engine:
         self.scaled = self.asked = False
         self.copied = world.returned
         self.slots = self.bucketing.slots
+        device = self.bucketing.device
+        self._streams = None if device.type == "cpu" else GradientStreams(device)
+        self._updated: torch.Event | None = None  # after the last deferred update
         self._copies: CopiesCheck | None = None
+        self._sharding = [] if world.inside is None else sharding_states(model)
         if world.inside is not None and world.size > 1:
             named = [(slot.name, slot.param) for slot in self.slots]
             self._copies = CopiesCheck(named, world.inside)
@@ -323,6 +335,8 @@ class Engine:
 
     def _begin_forward(self) -> None:
         self.meter.enter("forward")
+        if self._streams is not None:
+            self._streams.enter_forward()
         refuse_wrapper_around(self.model, meshed=self.world.inside is not None)
         refuse_unfrozen(self.model, self._frozen)
         self.recover()
@@ -364,6 +378,17 @@ class Engine:
             if due and self.update.modes is not None:
                 with outside_transforms(), self.update.modes.restored():
                     self.dispatch(events.ParametersNeeded(due))
+                self._note_update()
+
+    def _note_update(self) -> None:
+        """Record that parameters were written on the current stream."""
+        if self._streams is not None:
+            self._updated = self._streams.current.record_event()
+
+    def before_gather(self, params: Sequence[torch.Tensor]) -> torch.Event | None:
+        """Update parameters that ``fully_shard`` is about to gather; return what it must follow."""
+        self.refresh(params)
+        return self._updated
 
     def refresh(self, params: Sequence[torch.Tensor]) -> None:
         """Apply the deferred updates of parameters that are about to be read."""
@@ -460,13 +485,20 @@ class Engine:
         if self.control is not None:
             self.control.boundary()
         if self.bucketing.stale:
+            if self._streams is not None:
+                for bucket in self.buckets:
+                    self._streams.record_uses(bucket.flat)
             self.rebucket()
         for bucket in self.buckets:
             bucket.settle()  # an operation on the buffer holds a reference too
             if bucket.is_referenced():
+                if self._streams is not None:
+                    self._streams.record_uses(bucket.flat)
                 bucket.reallocate()
                 self.views.on_new_buffer(bucket)
             bucket.reset()
+        if self._streams is not None:
+            self._streams.begin()
 
     def _add_gradient(self, slot: Slot) -> None:
         if slot.ready:
@@ -487,6 +519,8 @@ class Engine:
     def _copy_gradients(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         if bucket.handle is not None:
             bucket.settle()
+        if self._streams is not None:
+            self._streams.before_write(bucket)
         for slot in slots:
             param, view = slot.param, slot.view
             grad = param.grad
@@ -508,6 +542,8 @@ class Engine:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             bucket = self.buckets[self._next]
             self._next += 1
+            if self._streams is not None:
+                self._streams.join(bucket)
             steps = None if self._shadowing else self.steps_made.count
             bucket.write_tail(steps, self.steps_made.rank)
             if self.bundling is not None:
@@ -537,6 +573,13 @@ class Engine:
     # -- backward: its end ----------------------------------------------------------------
 
     def end_backward(self) -> None:
+        """Launch all buckets, after callbacks in which ``fully_shard`` reduces the last ones."""
+        if reduces_later(self._sharding):
+            call_at_backward_end(self, "launch_rest")
+        else:
+            self.launch_rest()
+
+    def launch_rest(self) -> None:
         """Launch buckets that lack gradients of unused parameters, and close this backward."""
         with self.lock:
             self._decided = None
@@ -548,6 +591,8 @@ class Engine:
             self.hooks.arrivals.end()
             if self.passes is not None:
                 self.passes.end()
+            if self._streams is not None:
+                self._streams.end()
             self._launch_all()
             # Another model of this backward may still have to launch collectives that peers wait
             # for.
@@ -703,6 +748,8 @@ class Engine:
                 self.settle()
             finally:
                 self.views.accumulating = None
+            if self._streams is not None and in_backward():
+                self._streams.publish()  # other gradients of the bucket may be added to there
             slot.used |= in_backward()  # now it has a gradient
         if aborted:
             raise UsageError(f"the gradient of parameter {slot.name!r} is gone: {_GONE}")

@@ -52,8 +52,8 @@ class Hooks:
         self._others: list[Any] = []
         slots = engine.slots if gradients else ()
         if engine.update.defers:
-            refresh = functools.partial(_call, ref, "refresh")
-            self._others += [GatherHook(each, refresh) for each in whole_groups(model)]
+            gathering = functools.partial(_before_gather, ref)
+            self._others += [GatherHook(each, gathering) for each in whole_groups(model)]
         if engine.world.inside is not None:
             groups = whole_groups(model)
             self._others += [InsideFailureHook(each, engine.world) for each in groups]
@@ -266,6 +266,12 @@ def _call(engine: weakref.ref[Any], method: str, *args: Any) -> None:
     alive = engine()
     if alive is not None:
         getattr(alive, method)(*args)
+
+
+@torch._disable_dynamo
+def _before_gather(engine: weakref.ref[Any], params: list[torch.Tensor]) -> torch.Event | None:
+    alive = engine()
+    return None if alive is None else alive.before_gather(params)
 
 
 def in_backward() -> bool:

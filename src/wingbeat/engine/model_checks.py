@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from wingbeat.compression import Sketch
 from wingbeat.engine.gradients.bucket import dtype_name
-from wingbeat.engine.gradients.placed import divides, gathered_ids, is_placed
+from wingbeat.engine.gradients.placed import divides, gathered_ids, is_placed, parallel_parameter
 from wingbeat.engine.gradients.sparse import sparse_parameters
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
@@ -118,13 +119,43 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
     exchange.check_replicas(strategy)
 
 
-def averages_inside(model: torch.nn.Module, strategy: Strategy, world: World) -> bool:
-    """Whether the ranks of a replica hold the whole model each, and can be workers themselves.
+def check_accelerated_replica(model: torch.nn.Module, strategy: Strategy, world: World) -> None:
+    """Raise a `UsageError` for what has no tested order of streams in replicas on accelerators.
+
+    ``world`` is the column of this rank.
+    """
+    replica = world.replica
+    if replica is None or replica.device == "cpu":
+        return
+    what = f"distribute(mesh=...) with a mesh of {replica.device!r} devices: "
+    if not strategy.exchange.collective:
+        raise UsageError(
+            f"{what}{strategy!r} does not sum gradients by collectives, and its order with the "
+            "streams of fully_shard() is not tested: use AllReduce() or DeAR(), or a mesh of the "
+            "CPU"
+        )
+    codec = strategy.codec
+    codecs = [] if codec is None else [codec, *(each for _, each in codec.of_groups() if each)]
+    if not all(isinstance(each, Sketch) for each in codecs):
+        raise UsageError(
+            f"{what}compression={str(strategy.wire)!r} has no tested order of streams there: use "
+            'compression="bf16" or compression="sketch", or a mesh of the CPU'
+        )
+    parallel = parallel_parameter(model)
+    if parallel:
+        raise UsageError(
+            f"{what}parameter {parallel!r} is tensor parallel, and its order of streams is not "
+            "tested: divide the model by fully_shard() alone, or use a mesh of the CPU"
+        )
+
+
+def averages_inside(model: torch.nn.Module, strategy: Strategy, size: int) -> bool:
+    """Whether the ``size`` ranks of a replica hold the whole model each, and can be workers.
 
     Collectives of all ranks then average inside a replica and across, on two levels where it is
-    faster. ``world`` is the column of this rank.
+    faster. Columns are not connected.
     """
-    if world.replica is None or not strategy.exchange.collective:
+    if size == 1 or not strategy.exchange.collective:
         return False
     return not any(map(is_placed, model.parameters()))
 

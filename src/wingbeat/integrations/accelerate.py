@@ -255,10 +255,10 @@ def _refuse_setup(accelerator: Any, world: World) -> None:
 def refuse_fsdp(what: str) -> NoReturn:
     """Raise UsageError for Accelerate's own FSDP."""
     raise UsageError(
-        f"{what}: Accelerate's FSDP needs GPUs, and wingbeat's replicas on meshes of GPUs are not "
-        "supported yet: shard the model by fully_shard() on a mesh of the CPU and call "
-        "wingbeat.integrations.accelerate.prepare(..., mesh=mesh), or use PyTorch's own HSDP on "
-        "GPUs without wingbeat"
+        f"{what}: Accelerate's FSDP shards models by its own plugin, which was not tested with "
+        "wingbeat: shard the model by fully_shard() and call "
+        "wingbeat.integrations.accelerate.prepare(..., mesh=mesh), or use PyTorch's own HSDP "
+        "without wingbeat"
     )
 
 

@@ -172,16 +172,21 @@ class BackwardProfiler:
         return max(0.0, float(seconds))
 
 
-def combine(rows: Sequence[Any], count: int, rank: int) -> tuple[tuple[float, ...], float, float]:
-    """Return the figures of the slowest worker, for which all wait; `PeerError` if malformed."""
+def combine(
+    rows: Sequence[Any], count: int, rank: int, ranks: Sequence[int]
+) -> tuple[tuple[float, ...], float, float]:
+    """Return the figures of the slowest worker, for which all wait; `PeerError` if malformed.
+
+    ``ranks`` has the rank in the job of each worker, as used in error messages.
+    """
     width = count + _EXTRA_FIGURES
     whole: list[Any] = [[0.0] * width if row is None else row for row in rows]
     for peer, row in enumerate(whole):
         if not _valid(row, count):
             raise PeerError(
-                f"rank {rank}: rank {peer} sent malformed backward times: {str(row)[:60]}; allowed "
-                f"are {count} numbers of seconds that never fall, and {_EXTRA_FIGURES} more; all "
-                "workers have to run the same model and wingbeat"
+                f"rank {ranks[rank]}: rank {ranks[peer]} sent malformed backward times: "
+                f"{str(row)[:60]}; allowed are {count} numbers of seconds that never fall, and "
+                f"{_EXTRA_FIGURES} more; all workers have to run the same model and wingbeat"
             )
     *ready, rest_s, span_s = (float(max(column)) for column in zip(*whole, strict=True))
     return tuple(ready), rest_s, span_s

@@ -395,7 +395,7 @@ def _process(points: Floats, targets: Floats, noise: Floats) -> Any:
 
 
 def bucket_size_trial(
-    tuning: Tuning, start_bytes: int, rank: int, size: int, topology: str = ""
+    tuning: Tuning, start_bytes: int, rank: int, ranks: Sequence[int], topology: str = ""
 ) -> LedTrial[Setting, BucketSizeResult]:
     """Return a trial of bucket sizes, and of topologies if there are several.
 
@@ -426,7 +426,7 @@ def bucket_size_trial(
     )
     start = start_bytes, topology
     return LedTrial(
-        _search(tuning, start), blocks, rank, size,
+        _search(tuning, start), blocks, rank, ranks,
         start=start, encode=encode, decode=decode, decisions=(tuning.trials, tuning.trials),
     )  # fmt: skip
 

@@ -134,7 +134,7 @@ class Control:
         self.thresholds: ThresholdController | None = None
         coded = compression.coded
         if coded is not None and coded.auto_disable:
-            self.trial = CompressionController(compression, world.rank, world.size)
+            self.trial = CompressionController(compression, world.rank, world.ranks)
         tuning, merging = strategy.plan.tuning(), strategy.plan.merging()
         if tuning is not None:
             self.tuning = BucketSizeController(tuning, strategy, bucketing, collectives)

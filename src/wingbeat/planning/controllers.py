@@ -87,9 +87,9 @@ def keep(file: str, record: files.Record, key: Mapping[str, Any]) -> None:
 class CompressionController:
     """Disables compression unless it makes iterations shorter."""
 
-    def __init__(self, compression: Compression, rank: int, size: int) -> None:
+    def __init__(self, compression: Compression, rank: int, ranks: Sequence[int]) -> None:
         self._compression = compression
-        self._trial = compression_trial(rank, size)
+        self._trial = compression_trial(rank, ranks)
         self.done = False
 
     def decide(self, coded: bool) -> None:
@@ -233,7 +233,10 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
 
     def _detect_drift(self, seconds: float, rows: Rows | None) -> bool:
         """Count an iteration under the chosen size; return whether tuning begins again."""
-        drifted = None if rows is None else self._drift.compare([row[0] for row in rows])
+        drifted = None
+        if rows is not None:
+            ranks = self._collectives.world.ranks
+            drifted = self._drift.compare([row[0] for row in rows], ranks)
         self._drift.count(seconds)
         if drifted is None:
             return False
@@ -255,7 +258,7 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
         # Larger sizes make the same plan as the one that holds the whole model.
         start = min(self.bucket_bytes, largest_bucket(specs))
         space = clip_range(self._tuning, specs)
-        return bucket_size_trial(space, start, world.rank, world.size, self.topology)
+        return bucket_size_trial(space, start, world.rank, world.ranks, self.topology)
 
     def _use(self, setting: Setting) -> None:
         nbytes, topology = setting
@@ -399,7 +402,7 @@ class ThresholdController(_LedController[Cuts, ThresholdResult]):
         self._layers = len(layers) if len(buckets) > 1 else 1
         if self._layers > 1:
             self._trial = threshold_trial(
-                self._layers, self.thresholds, self._steps, world.rank, world.size
+                self._layers, self.thresholds, self._steps, world.rank, world.ranks
             )
         else:
             self._end(thresholds.untuned(self._layers, len(self.thresholds) + 1))

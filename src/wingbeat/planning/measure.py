@@ -10,7 +10,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -465,14 +465,17 @@ def wire_text(wire: str | Coded) -> str:
     return options_of(wire).key_text
 
 
-def payload_bytes(specs: Sequence[TensorSpec], wire: str | Coded) -> list[float]:
+def payload_bytes(
+    specs: Sequence[TensorSpec], wire: str | Coded, dense: Collection[str] = ()
+) -> list[float]:
     """Return the approximate bytes that each tensor adds to a bucket's payload, with its flag.
 
-    The density of a group counts; the minimum of one value of top-k does not.
+    The density of a group counts; the minimum of one value of top-k does not. Tensors whose names
+    are in ``dense`` are not encoded.
     """
     each, encodes = [], options_of(wire).encodes
     for spec in specs:
-        mine = options_of(for_parameter(wire, spec.name))
+        mine = options_of("" if spec.name in dense else for_parameter(wire, spec.name))
         flag = _FLAG_BYTES if encodes else mine.least_bytes((1,), spec.itemsize)
         # Small matrices have no factors.
         if mine.rank and not mine.summed:

@@ -36,6 +36,7 @@ from wingbeat.planning.merge import TRIED, Candidate
 from wingbeat.planning.probe import Gradient, PlanTiming, Probe, contention, format_timings
 from wingbeat.planning.trials import DriftDetector, Rows, Trial, plan_trial
 from wingbeat.schema import MalformedMessage, from_json, to_json
+from wingbeat.transport.world import World
 from wingbeat.types import Plan
 
 MISPREDICTED = 0.1
@@ -105,8 +106,10 @@ class CostProbe:
                 f"gradients travel as {wire} ({self.collective}), and the probe is of {found.wire} "
                 f"({found.collective})"
             )
-        specs = self._bucketing.specs
-        return found.workload(specs, payload_bytes(specs, self.wire))
+        return found.workload(self._bucketing.specs, self._payload_bytes())
+
+    def _payload_bytes(self) -> list[float]:
+        return payload_bytes(self._bucketing.specs, self.wire, self._compression.dense)
 
     def measure(self, order: Sequence[int], ready: tuple[float, ...], rest_s: float) -> Probe:
         """Measure compression and links with all workers; no exchange may be in progress."""
@@ -166,7 +169,7 @@ class CostProbe:
             return fit_samples(samples, wire)[1]
         # The cost model counts the bytes of a bucket's gradients.
         specs = self._bucketing.specs
-        each = sum(payload_bytes(specs, self.wire)) / sum(spec.numel for spec in specs)
+        each = sum(self._payload_bytes()) / sum(spec.numel for spec in specs)
         pairs = zip(samples.encode, samples.exchange, strict=True)
         return best_fit([(elements * each, seconds) for (elements, _), (_, seconds) in pairs])
 
@@ -294,7 +297,7 @@ class LayerMerging:
 
     def _detect_drift(self, medians: Sequence[float]) -> bool:
         """Process the medians of a window; return whether measuring starts again."""
-        drifted = self._drift.compare(medians)
+        drifted = self._drift.compare(medians, self._world.ranks)
         if drifted is None:
             self._compare(max(medians))
             return False
@@ -342,7 +345,7 @@ class LayerMerging:
         self._restart_profile()
         if all(row is None for row in rows):  # no worker had a batch of its own
             return
-        ready, rest_s, span_s = combine(rows, len(order), self._world.rank)
+        ready, rest_s, span_s = combine(rows, len(order), self._world.rank, self._world.ranks)
         if first or self.probe is None:
             found = self._costs.measure(order, ready, rest_s)
             whole = merge.single_bucket(self._costs.workload(found))
@@ -382,9 +385,9 @@ class LayerMerging:
         Only rank 0 plans, because floating point may differ between workers.
         """
         rule = "exact" if self._rule.rule == TRIED and self._drift.measuring else self._rule.rule
-        rank, workload = self._world.rank, self._costs.workload(found)
+        workload = self._costs.workload(found)
         mine: Any = None
-        if rank == 0:
+        if self._world.rank == 0:
             try:
                 mine = [
                     [list(each.rules), merge.bucket_stops(each.plan, workload)]
@@ -395,7 +398,7 @@ class LayerMerging:
         answer = self._world.exchange("merged layers", mine)[0]
         if isinstance(answer, str):
             raise PeerError(f"{self._world.me}: {answer}")
-        self._candidates = checked_plans(answer, workload, rank)
+        self._candidates = checked_plans(answer, workload, self._world)
         self.probe = found
         self._follow(self._candidates[0])
 
@@ -422,7 +425,7 @@ class LayerMerging:
 
     def _start_trial(self) -> None:
         if len(self._candidates) > 1:
-            self._trial = plan_trial(len(self._candidates), self._world.rank, self._world.size)
+            self._trial = plan_trial(len(self._candidates), self._world.rank, self._world.ranks)
 
     def _continue_trial(self, trial: Trial[int, list[float]], rows: Rows) -> bool:
         if not trial.process_rows(rows):
@@ -484,19 +487,17 @@ class LayerMerging:
             raise PeerError(f"{world.me}: {world.name(0)} sent a damaged plan: {err}") from None
 
 
-def checked_plans(answer: Any, workload: Workload, rank: int) -> list[Candidate]:
+def checked_plans(answer: Any, workload: Workload, world: World) -> list[Candidate]:
     """Return the plans that rank 0 sent as rules and stops; `PeerError` if they are malformed."""
+    what = f"{world.me}: {world.name(0)} sent a malformed plan"
     try:
         sent = from_json(tuple[tuple[tuple[str, ...], tuple[int, ...]], ...], answer, "plans")
     except MalformedMessage as err:
-        raise PeerError(f"rank {rank}: rank 0 sent a malformed plan: {err}") from None
+        raise PeerError(f"{what}: {err}") from None
     for _, stops in sent:
         rising = stops and all(earlier < later for earlier, later in pairwise((0, *stops)))
         if not rising or stops[-1] != len(workload):
-            raise PeerError(
-                f"rank {rank}: rank 0 sent a malformed plan: stops {list(stops)!r:.60} of "
-                f"{len(workload)} tensors"
-            )
+            raise PeerError(f"{what}: stops {list(stops)!r:.60} of {len(workload)} tensors")
     if not sent:
-        raise PeerError(f"rank {rank}: rank 0 sent a malformed plan: none")
+        raise PeerError(f"{what}: none")
     return [Candidate(rules, merge.plan_from_stops(workload, stops)) for rules, stops in sent]

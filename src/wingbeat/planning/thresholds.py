@@ -409,7 +409,7 @@ def _position_counts(classes: int) -> list[int]:
 
 
 def threshold_trial(
-    layers: int, start: Sequence[float], steps: int, rank: int, size: int
+    layers: int, start: Sequence[float], steps: int, rank: int, ranks: Sequence[int]
 ) -> LedTrial[Cuts, ThresholdResult]:
     """Return a trial of thresholds for two or more layers; its candidates are cuts."""
     classes = len(start) + 1
@@ -433,7 +433,7 @@ def threshold_trial(
         name="threshold tuning", warmup=WARMUP, iterations=steps, combine=statistics.fmean
     )
     trial = LedTrial(
-        search(), blocks, rank, size, start=cuts_from_thresholds(start, layers),
+        search(), blocks, rank, ranks, start=cuts_from_thresholds(start, layers),
         encode=encode, decode=decode, decisions=(1, max_blocks(layers, classes) + 1),
     )  # fmt: skip
     return trial

@@ -59,16 +59,19 @@ class _Trial(Generic[C, R]):
     """The common part of both kinds of trials.
 
     A row begins with the seconds of the last iteration, 0 if unknown, and the number of its block
-    or decision.
+    or decision. ``rank`` is this worker's number, and ``ranks`` has the rank in the job of each
+    worker, as used in error messages.
     """
 
     candidate: C
 
-    def __init__(self, search: Search[C, R], blocks: Blocks, rank: int, size: int) -> None:
+    def __init__(
+        self, search: Search[C, R], blocks: Blocks, rank: int, ranks: Sequence[int]
+    ) -> None:
         self.done = False
         self.result: R | None = None
         self._search, self._blocks = search, blocks
-        self._rank, self._size = rank, size
+        self._rank, self._ranks = rank, ranks
         self._warmup = blocks.warmup if blocks.first_warmup is None else blocks.first_warmup
         self.number = 0
         self._seen = 0
@@ -91,10 +94,10 @@ class _Trial(Generic[C, R]):
 
     def _check(self, rows: Rows, length: int, latest: float) -> None:
         """Validate all rows; their block or decision has to be a number up to ``latest``."""
-        if len(rows) != self._size:
+        if len(rows) != len(self._ranks):
             raise PeerError(
-                f"rank {self._rank}: the exchange for the {self._blocks.name} returned {len(rows)} "
-                f"of {self._size} rows"
+                f"rank {self._ranks[self._rank]}: the exchange for the {self._blocks.name} "
+                f"returned {len(rows)} of {len(self._ranks)} rows"
             )
         for rank, row in enumerate(rows):
             if len(row) != length or not all(math.isfinite(value) for value in row):
@@ -106,9 +109,9 @@ class _Trial(Generic[C, R]):
 
     def _malformed(self, rank: int, row: Sequence[float], why: str) -> PeerError:
         return PeerError(
-            f"rank {self._rank}: rank {rank} sent a malformed row for the {self._blocks.name} "
-            f"{list(row)[:8]!r}: {why}; all workers have to run the same wingbeat with the "
-            "same options"
+            f"rank {self._ranks[self._rank]}: rank {self._ranks[rank]} sent a malformed row for "
+            f"the {self._blocks.name} {list(row)[:8]!r}: {why}; all workers have to run the same "
+            "wingbeat with the same options"
         )
 
 
@@ -119,9 +122,14 @@ class Trial(_Trial[C, R]):
     """
 
     def __init__(
-        self, search: Search[C, R], blocks: Blocks, rank: int, size: int, max_blocks: int
+        self,
+        search: Search[C, R],
+        blocks: Blocks,
+        rank: int,
+        ranks: Sequence[int],
+        max_blocks: int,
     ) -> None:
-        super().__init__(search, blocks, rank, size)
+        super().__init__(search, blocks, rank, ranks)
         self._max_blocks = max_blocks
         self._advance(None)
 
@@ -165,14 +173,14 @@ class LedTrial(_Trial[C, R]):
         search: Search[C, R],
         blocks: Blocks,
         rank: int,
-        size: int,
+        ranks: Sequence[int],
         *,
         start: C,
         encode: Callable[[C], list[float]],
         decode: Callable[[list[float]], C],
         decisions: tuple[int, int],
     ) -> None:
-        super().__init__(search, blocks, rank, size)
+        super().__init__(search, blocks, rank, ranks)
         self.candidate = start
         self.exchanges = 0
         self._encode, self._decode, self._decisions = encode, decode, decisions
@@ -274,7 +282,7 @@ class CompressionTimes:
         return self.compressed_s / self.uncompressed_s
 
 
-def compression_trial(rank: int, size: int) -> Trial[bool, CompressionTimes]:
+def compression_trial(rank: int, ranks: Sequence[int]) -> Trial[bool, CompressionTimes]:
     """Return a trial of whether compression makes iterations shorter."""
     blocks = Blocks(
         name="compression trial",
@@ -283,7 +291,7 @@ def compression_trial(rank: int, size: int) -> Trial[bool, CompressionTimes]:
         iterations=COMPRESSION_ITERATIONS,
         combine=max,
     )
-    return Trial(_search_compression(), blocks, rank, size, COMPRESSION_BLOCKS)
+    return Trial(_search_compression(), blocks, rank, ranks, COMPRESSION_BLOCKS)
 
 
 def _search_compression() -> Search[bool, CompressionTimes]:
@@ -311,7 +319,7 @@ PLAN_MARGINS = (0.10, 0.05, 0.02, 0.01)
 remains while a quarter of its iterations are as short as that median: the difference is noise."""
 
 
-def plan_trial(count: int, rank: int, size: int) -> Trial[int, list[float]]:
+def plan_trial(count: int, rank: int, ranks: Sequence[int]) -> Trial[int, list[float]]:
     """Return a trial of which of ``count`` merge plans makes iterations shortest.
 
     Predictions do not cover other jobs, caches, and threads that wait for each other. Rounds
@@ -323,9 +331,9 @@ def plan_trial(count: int, rank: int, size: int) -> Trial[int, list[float]]:
         name="plan trial",
         warmup=PLAN_WARMUP,
         iterations=PLAN_ITERATIONS,
-        combine=lambda seconds: math.fsum(seconds) / size,
+        combine=lambda seconds: math.fsum(seconds) / len(ranks),
     )
-    return Trial(_search_plans(count), blocks, rank, size, len(PLAN_MARGINS) * count)
+    return Trial(_search_plans(count), blocks, rank, ranks, len(PLAN_MARGINS) * count)
 
 
 def _search_plans(count: int) -> Search[int, list[float]]:
@@ -402,13 +410,13 @@ class DriftDetector:
         """Return whether this iteration ends a window, so that all workers exchange medians."""
         return not self.measuring and self._seen == DRIFT_WARMUP + DRIFT_WINDOW
 
-    def compare(self, medians: Sequence[float]) -> tuple[float, float] | None:
+    def compare(self, medians: Sequence[float], ranks: Sequence[int]) -> tuple[float, float] | None:
         """Compare the medians of all workers, equal on each, and begin the next window.
 
         Return the reference and the current median in seconds after drift, None otherwise. A median
-        that is no time is a `PeerError`, which names its sender.
+        that is no time is a `PeerError`, which names its sender by its rank in ``ranks``.
         """
-        for rank, value in enumerate(medians):
+        for rank, value in zip(ranks, medians, strict=True):
             if not (math.isfinite(value) and 0 <= value <= _LONGEST_S):
                 raise PeerError(
                     f"rank {rank} sent {value!r} as its median iteration time in seconds; all "

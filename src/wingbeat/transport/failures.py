@@ -342,6 +342,11 @@ class FailureAttribution:
                 self._store.set(key, str(found))
         return found
 
+    def is_cycle(self, peer: int) -> bool:
+        """Whether the ranks in the chain of waits of this rank for ``peer`` wait for each other."""
+        awaited = functools.partial(self.awaited_by, seconds=self._timeout_s)
+        return _end_of_chain(self._rank, peer, awaited)[1]
+
     def failure(self, rank: int) -> str:
         """As `published_failure`."""
         return published_failure(self._store, rank)

@@ -84,7 +84,10 @@ class Replica:
         return self._reduce(tensor, dist.ReduceOp.MAX, groups)
 
     def _reduce(self, tensor: torch.Tensor, op: Any, groups: Sequence[Any]) -> torch.Tensor:
-        found = tensor.detach().to(self.device, copy=True)
+        # A group for both kinds reduces a tensor of the host without waiting for the accelerator.
+        kind = tensor.device.type
+        device = kind if all(_carries(group, kind) for group in groups) else self.device
+        found = tensor.detach().to(device, copy=True)
         for group in groups:  # one dimension after the other reduces over all of them
             dist.all_reduce(found, op=op, group=group)
         return found.to(tensor.device)
@@ -110,14 +113,27 @@ def describe(mesh: Any, across: str | None) -> dict[str, Any]:
     }
 
 
-def check_device(kind: str) -> None:
-    """Raise a `UsageError` for a mesh of devices of a kind that is not supported."""
-    if kind != "cpu":
-        raise UsageError(
-            f"distribute(mesh=...): a mesh of {kind!r} devices is not supported yet: updates are "
-            "not ordered with the streams of fully_shard(); use fully_shard() with the whole mesh, "
-            "without distribute()"
-        )
+def _carries(group: Any, kind: str) -> bool:
+    """Whether a process group of torch has a backend for tensors on a type of device."""
+    try:
+        group._get_backend(torch.device(kind))
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_groups(kind: str, names: Sequence[str], groups: Sequence[Any]) -> None:
+    """Raise a `UsageError` for a dimension whose process group does not carry the mesh's tensors.
+
+    ``kind`` is the device type of the mesh.
+    """
+    for name, group in zip(names, groups, strict=True):
+        if not _carries(group, kind):
+            raise UsageError(
+                f"distribute(mesh=...): torch's process group of dimension {name!r} carries no "
+                f"{kind!r} tensors: start the default group for both kinds of tensors, as by "
+                'torch.distributed.init_process_group("cpu:gloo,cuda:nccl"), before wingbeat.init()'
+            )
 
 
 _TITLES = {"shape": "shape", "names": "dimensions", "device": "device type", "ranks": "ranks"}
@@ -183,7 +199,32 @@ def _check_mesh(job: World, told: dict[str, Any], across: str | None) -> None:
             f"{of_torch - first} of torch's default group: start both from the same variables RANK "
             "and WORLD_SIZE"
         )
-    check_device(told["device"])
+
+
+def replicas_of(job: World, mesh: Any, across: str | None) -> torch.Tensor:
+    """Return the ranks of each replica, one row each. Arguments are those of `column_of`.
+
+    Each column of the result is one of ranks that exchange with each other. A `UsageError` for the
+    meshes that `column_of` refuses.
+    """
+    told = describe(mesh, across)
+    _check_mesh(job, told, across)
+    if job.torch_job is not None:
+        return torch.arange(job.size).reshape(-1, job.torch_job[1])
+    replicas: torch.Tensor = mesh.mesh.movedim(_place_of(told, across), 0).flatten(1)
+    _, position = (replicas == job.rank).nonzero()[0].tolist()
+    members = replicas[:, position].tolist()
+    if members != sorted(members):
+        raise UsageError(
+            "distribute(mesh=...): the dimension across replicas has ranks "
+            f"{_listed(members)}: number them in ascending order, as init_device_mesh() does"
+        )
+    return replicas
+
+
+def _place_of(told: dict[str, Any], across: str | None) -> int:
+    """Return the dimension across replicas; ``told``: see `describe`."""
+    return 0 if across is None else told["names"].index(across)
 
 
 def column_of(job: World, mesh: Any, across: str | None) -> World:
@@ -199,38 +240,29 @@ def column_of(job: World, mesh: Any, across: str | None) -> World:
         UsageError: the mesh has no such dimension, or not all of these ranks.
         RendezvousError: ranks are missing.
     """
-    told = describe(mesh, across)
-    _check_mesh(job, told, across)
+    replicas, told = replicas_of(job, mesh, across), describe(mesh, across)
     names: list[str] = told["names"] or [str(i) for i in range(len(told["shape"]))]
-    first, size = _torch_ranks(job)
+    first, _ = _torch_ranks(job)
     known = _columns.setdefault(job, {})
-    place = None  # the dimension across replicas
-    if job.torch_job is None:
-        place = 0 if across is None else told["names"].index(across)
-    key = f"{told['shape']}{told['ranks']}{place}"
+    # A torch job that is a replica has no dimension across replicas.
+    place = _place_of(told, across) if job.torch_job is None else None
+    key = f"{told['device']}{told['shape']}{told['ranks']}{place}"
     if key not in known:
         # Processes of a replica that was restarted connect to each other again.
         life = "" if job.torch_job is None else job.torch_job.life
-        if place is None:
-            replicas = torch.arange(job.size).reshape(-1, size)
-        else:
-            replicas = mesh.mesh.movedim(place, 0).flatten(1)  # one row each
         number, position = (replicas == job.rank).nonzero()[0].tolist()
         members = replicas[:, position].tolist()
-        if members != sorted(members):
-            raise UsageError(
-                "distribute(mesh=...): the dimension across replicas has ranks "
-                f"{_listed(members)}: number them in ascending order, as init_device_mesh() does"
-            )
+        inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
+        inner_names, groups = [names[i] for i in inner], [mesh.get_group(i) for i in inner]
+        check_groups(mesh.device_type, inner_names, groups)
         assert isinstance(job.store, TorchStore)
         world = connect_column(job, members, f"{len(known)}")
-        inner = [i for i, size in enumerate(mesh.mesh.shape) if i != place and size > 1]
         world.inside = Replica(
             number,
             position,
             tuple(sorted(replicas[number].tolist())),
-            tuple(names[i] for i in inner),
-            tuple(mesh.get_group(i) for i in inner),
+            tuple(inner_names),
+            tuple(groups),
             mesh.device_type,
             tuple(tuple(sorted(row)) for row in replicas.tolist()),
             job.store.under(f"mesh/{len(known)}"),

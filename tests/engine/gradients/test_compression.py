@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 import wingbeat
+from helpers.columns import columns
 from helpers.training import assert_same, engine, net, on, sgd, train, weights
+from wingbeat.collectives import Collectives
 from wingbeat.compression import Half, LowRank, Sketch, TopK
+from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import MismatchError, UsageError
 
 ALWAYS = [
@@ -729,3 +732,12 @@ def test_a_state_without_residuals_resets_them() -> None:
 
     for residuals in on(2, body):
         assert not any(bool(each.any()) for each in residuals.values())
+
+
+@pytest.mark.parametrize(("size", "worker"), [(1, "rank"), (2, "replica")])
+def test_residuals_of_a_column_are_those_of_replicas(size: int, worker: str) -> None:
+    world = columns(2, size)[-1]
+    made = Compression(Sketch(auto_disable=False), [], Collectives(world))
+    assert made.residuals is not None
+    assert (made.residuals.worker, made.residuals.rank) == (worker, 1)
+    world.close()

@@ -19,22 +19,30 @@ class Group:
         self.calls = calls
         self.shard = torch.ones(2)
         self.fsdp_params = [SimpleNamespace(sharded_param=self.shard)]
+        self.comm_ctx = SimpleNamespace(
+            wait_all_gather_streams_on_event=lambda event: calls.append(("waits", event))
+        )
 
     def unshard(self, async_op: bool = False) -> str:
         self.calls.append(("gathered", async_op))
         return "handle"
 
 
-def test_gather_hook_runs_before_each_gather_with_the_shards_of_the_group() -> None:
+def test_gather_of_the_group_waits_for_the_hook_that_gets_its_shards() -> None:
     calls: list[Any] = []
     group, other = Group(calls), Group(calls)
-    GatherHook(group, calls.append)
+
+    def update(shards: list[torch.Tensor]) -> str:
+        calls.append(shards)
+        return "updated"
+
+    GatherHook(group, update)  # type: ignore[arg-type]
     assert group.unshard(async_op=True) == "handle"
-    [shards], gathered = calls
+    [shards], waits, gathered = calls
     assert shards is group.shard
-    assert gathered == ("gathered", True)
+    assert (waits, gathered) == (("waits", "updated"), ("gathered", True))
     assert other.unshard() == "handle"
-    assert calls[2:] == [("gathered", False)], "of another group"
+    assert calls[3:] == [("gathered", False)], "of another group"
 
 
 def test_gather_hook_that_is_removed_leaves_the_group_as_it_was() -> None:

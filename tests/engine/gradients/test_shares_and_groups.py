@@ -42,7 +42,7 @@ class Worker:
     ) -> None:
         self.slots = slots_of(dtype)
         self.bucket = Bucket(0, self.slots)
-        world = SimpleNamespace(rank=0, size=2, inside=inside)
+        world = SimpleNamespace(rank=0, size=2, inside=inside, replica=inside)
         collectives = cast("Any", SimpleNamespace(world=world))
         factored = isinstance(wire, LowRank) and inside is not None
         self.compression = Compression(wire, self.slots, collectives, sums=factored)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives  # noqa: F401  (defines operators)
 from torch.futures import Future
 
 from helpers import accelerator
@@ -251,3 +252,14 @@ def register() -> None:
     accelerator.load()
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, LateGroup, devices=[accelerator.NAME])
+        record = torch.library.impl("fsdp::record_grad_output_stream", "PrivateUse1")
+        record(_record_reader)
+
+
+def _record_reader(buffer: torch.Tensor, stream: int, index: int, kind: int) -> None:
+    """Have a release of sharded gradients wait for their readers: on this stream and on another.
+
+    The device overwrites memory as soon as it is released, as ``fully_shard`` allows for.
+    """
+    buffer.record_stream(torch.accelerator.current_stream())
+    buffer.record_stream(torch.Stream(stream_id=stream, device_index=index, device_type=kind))

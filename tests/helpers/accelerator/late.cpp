@@ -804,7 +804,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
          torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   // As a function: with `out`, torch's kernel resizes that to the shape of the input, and back.
   m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&run_late>());
-  for (const auto* name : {"nonzero", "masked_select", "_unique2", "unique_dim", "equal"}) {
+  for (const auto* name : {"nonzero", "masked_select", "_unique2", "unique_dim", "equal",
+                            "repeat_interleave.Tensor"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_synchronously>());
   }
 }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.columns import columns
 from wingbeat.codecs import Coding
 from wingbeat.codecs.codec import Codec, SketchCodec
 from wingbeat.codecs.coding import Region
@@ -116,6 +117,24 @@ def test_average_returns_the_lost_member_and_leaves_the_buffer_unchanged() -> No
 
     found = loopback.run(loopback.worlds(3, switchboard=board), body)
     assert found == [(2, 0.0, 0.5), (2, 1.0, 0.5), None]
+
+
+def test_average_of_a_column_returns_the_number_of_the_lost_replica() -> None:
+    """Members are replicas; the second rank of replica 1 is rank 3 of the job."""
+    boards = [loopback.Switchboard() for _ in range(2)]
+
+    def body(world: World) -> int | None:
+        if world.ranks[world.rank] % 2 == 0:
+            return None
+        reducer = GroupAllReduce(world, filled(float(world.rank)))
+        reducer.average(run(0, 0, 1, 2), 1, alive)
+        if world.rank == 1:
+            boards[1].fail(1)
+            return None
+        return reducer.average(run(1, 0, 1, 2), 1, alive)
+
+    found = loopback.run(columns(3, 2, switchboards=boards), body)
+    assert found == [None, 1, None, None, None, 1]
 
 
 @pytest.mark.parametrize("gone", [Arrival.DEPARTED, Arrival.IMPOSSIBLE])

@@ -351,9 +351,10 @@ def test_state_is_sent_in_the_next_step_if_the_request_arrives_during_a_fetch() 
 
     assert one.fetch_state(receive) == "a state"
     assert not served
-    box.messages.append(run_message(9, 0, (1,), 1))
+    # A request that arrives after the fetch is served at once.
+    box.messages += [sent(SendState(1, 0, 7)), run_message(9, 0, (1,), 1)]
     one.step(FunctionReducer(lambda run, alive: None))
-    assert served == [(2, 4), (3, 6)]
+    assert served == [(2, 4), (3, 6), (0, 7)]
 
 
 @pytest.mark.parametrize("missed", [0, 1])

@@ -216,6 +216,7 @@ def test_loopback_leaves_no_process(run_python: Run) -> None:
         assert not Path(f"/proc/{ran.lines[rank][0]}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 def test_lab_with_as_many_hosts_as_a_rack_runs(run_lab: Run) -> None:
     ran = run_lab("fat-tree:24x2/8@1gbit+1gbit", ["hostname"])

@@ -101,7 +101,11 @@ class Compression:
         """Return residuals of zero for this worker's gradients."""
         world = self._collectives.world
         shapes = {slot.name: tuple(slot.shape) for slot in slots}
-        return Residuals(shapes, rank=world.rank, world_size=world.size, velocity=velocity)
+        # Numbers in a column are those of replicas.
+        worker = "rank" if world.replica is None else "replica"
+        return Residuals(
+            shapes, rank=world.rank, world_size=world.size, velocity=velocity, worker=worker
+        )
 
     @property
     def coding(self) -> bool:
@@ -282,8 +286,9 @@ class Compression:
             self.residuals.clear()
         if (state.get("rank"), state.get("world_size")) != (world.rank, world.size):
             log.info(
-                "the state is rank %s's of %s workers and does not contain the unsent gradients of "
-                "other ranks; optimizer.load_residuals(parts) loads those of all ranks",
+                "the state is %s %s's of %s workers and does not contain the unsent gradients of "
+                "the others; optimizer.load_residuals(parts) loads those of all",
+                self.residuals.worker,
                 state.get("rank"),
                 state.get("world_size"),
             )
@@ -300,7 +305,7 @@ class Compression:
             )
         for position, part in enumerate(parts):
             self._check_one(part, f"{where}(parts): parts[{position}]")
-        check_complete(parts)
+        check_complete(parts, self.residuals.worker)
 
     def load_parts(self, parts: Sequence[dict[str, Any]]) -> None:
         """Load a share of an earlier run's residuals; raise a `UsageError` for invalid parts."""

@@ -7,7 +7,7 @@ that users and optimizers see stay `DTensor`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,20 @@ def groups_of(module: torch.nn.Module) -> list[Any]:
     return [] if state is None else list(state()._fsdp_param_groups)
 
 
+def sharding_states(model: torch.nn.Module) -> list[Any]:
+    """Return what ``fully_shard`` keeps for each module of a model that was given to it."""
+    of = (getattr(module, "_get_fsdp_state", None) for module in model.modules())
+    return [state() for state in of if state is not None]
+
+
+def reduces_later(states: Iterable[Any]) -> bool:
+    """Whether ``fully_shard`` has gradients to reduce in a callback at the end of this backward.
+
+    ``states`` are those of `sharding_states`. Each root has a callback of its own.
+    """
+    return any(state._state_ctx.post_backward_final_callback_queued for state in states)
+
+
 def shard_all(model: Any) -> None:
     """Put the sharded parameters of ``fully_shard`` back in place after a forward alone."""
     for group in whole_groups(model):
@@ -104,15 +118,19 @@ class GatherHook:
     """Calls ``before`` with the parameters of a group before ``fully_shard`` gathers them.
 
     It does so before a forward, at a user's request or for a later module, and reads their memory
-    without an operation on them.
+    without an operation on them. On an accelerator it reads them on streams of its own, which wait
+    for the event that ``before`` returns.
     """
 
-    def __init__(self, group: Any, before: Callable[[list[torch.Tensor]], None]) -> None:
+    def __init__(
+        self, group: Any, before: Callable[[list[torch.Tensor]], torch.Event | None]
+    ) -> None:
         self._group = group
         gather = type(group).unshard
 
         def unshard(*args: Any, **kwargs: Any) -> Any:
-            before(sharded_tensors([group]))
+            updated = before(sharded_tensors([group]))
+            group.comm_ctx.wait_all_gather_streams_on_event(updated)
             return gather(group, *args, **kwargs)
 
         group.unshard = unshard
@@ -254,7 +272,8 @@ class CopiesCheck:
             for dim in replica.names:
                 if not _is_sharded_over(param, dim, replica):
                     self._names[dim].append(index)
-        self._norms = torch.zeros(len(named), dtype=torch.float64)
+        device = local(named[0][1]).device if named else torch.device("cpu")
+        self._norms = torch.zeros(len(named), dtype=torch.float64, device=device)
         whole = sorted({index for each in self._names.values() for index in each})
         self._left = torch.zeros(len(named), dtype=torch.float64)
         self._left[whole] = self.BACKWARDS
@@ -280,7 +299,7 @@ class CopiesCheck:
             if not indices:
                 continue
             own = norms[indices]
-            both = replica.max(torch.cat([own, -own]), dim)
+            both = replica.max(torch.cat([own, -own]), dim).cpu()
             most, least = both[: len(indices)], -both[len(indices) :]
             wrong = (most - least > self._RELATIVE * most).nonzero()
             if len(wrong):
@@ -293,7 +312,7 @@ class CopiesCheck:
                     "dimension a part of the one across replicas"
                 )
         # All ranks of the replica must end at the same time.
-        missing = replica.max((norms == 0).double())
+        missing = replica.max((norms == 0).double()).cpu()
         self._left -= 1 - missing
         if not (self._left > 0).any():
             self._backwards = 0

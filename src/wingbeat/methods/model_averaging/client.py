@@ -110,11 +110,6 @@ class Reducer(Protocol):
         """Close the connections with these ids; all if None."""
 
 
-def rank_name(worker: int) -> str:
-    """Return the name of a worker in messages, unless it is a replica of several ranks."""
-    return f"rank {worker}"
-
-
 def isolation_text(me: str, others: str) -> str:
     """Return the error of a synchronization of one worker alone; ``others`` states why."""
     return (
@@ -252,7 +247,7 @@ class StaticClient:
         everyone: bool = False,
         lost: Collection[int] = (),
         is_running: Callable[[int], bool] = lambda _: False,
-        name: Callable[[int], str] = rank_name,
+        name: Callable[[int], str] = "rank {}".format,
     ) -> None:
         self._worker, self._layout, self._timeout = worker, layout, timeout
         self._name, self._me = name, name(worker)
@@ -585,7 +580,7 @@ class Client:
         timeout: float,
         table: StatusTable,
         is_running: Callable[[int], bool] = lambda _: False,
-        name: Callable[[int], str] = rank_name,
+        name: Callable[[int], str] = "rank {}".format,
     ) -> None:
         self._connection = GeneratorConnection(mailbox, name(worker), generator, timeout)
         self._worker, self._name, self._me = worker, name, name(worker)

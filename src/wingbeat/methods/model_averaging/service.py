@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.methods.model_averaging.client import Client, StatusTable, rank_name
+from wingbeat.methods.model_averaging.client import Client, StatusTable
 from wingbeat.methods.model_averaging.generator import (
     ID_LIMIT,
     MESSAGES,
@@ -508,7 +508,7 @@ class GeneratorConfig:
         rank: int,
         returned: bool = False,
         is_running: Callable[[int], bool] = lambda _: False,
-        name: Callable[[int], str] = rank_name,
+        name: Callable[[int], str] = "rank {}".format,
     ) -> tuple[Mailbox, Client]:
         """Connect a worker to the generator. The caller closes the mailbox.
 

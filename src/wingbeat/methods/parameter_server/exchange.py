@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from wingbeat.compression import Coded, options_of
 from wingbeat.errors import UsageError
 from wingbeat.exchanges.on_host import BucketsOnHost
 from wingbeat.methods.parameter_server.aggregator import sum_dtype
-from wingbeat.methods.parameter_server.client import Client, Transfer
+from wingbeat.methods.parameter_server.client import Client, Request, Transfer
 from wingbeat.methods.parameter_server.coding import (
     DTYPES,
     FLOAT32,
@@ -198,13 +198,10 @@ class ServerExchange:
         on_complete = functools.partial(self._keep_unused, bucket, slices)
         self._on_host.start(
             bucket,
-            functools.partial(
-                self._client.request, kind, DTYPES[flat.dtype], transfers,
-                f"bucket {bucket.index}", on_complete,
-            ),
+            self._request(kind, bucket, flat, transfers, on_complete),
             out=kind is not Kind.PULL,
             back=kind is not Kind.PUSH,
-        )  # fmt: skip
+        )
 
     def _pull_parameters(self, kind: Kind, bucket: Bucket) -> None:
         """Receive the parameters after the next update instead of the bucket's gradients."""
@@ -223,13 +220,24 @@ class ServerExchange:
         on_complete = functools.partial(_drop_unused, bucket, residual, self.remote.unused)
         self._on_host.start(
             bucket,
-            functools.partial(
-                self._client.request, kind, DTYPES[flat.dtype], transfers,
-                f"bucket {bucket.index}", on_complete,
-            ),
+            self._request(kind, bucket, flat, transfers, on_complete),
             out=False,
             into=landing,
-        )  # fmt: skip
+        )
+
+    def _request(
+        self,
+        kind: Kind,
+        bucket: Bucket,
+        flat: torch.Tensor,
+        transfers: Sequence[Transfer],
+        on_complete: Callable[[], None],
+    ) -> Callable[[], Request]:
+        """Return the call that sends a request, for when ``flat`` is complete."""
+        what = f"bucket {bucket.index}"
+        return functools.partial(
+            self._client.request, kind, DTYPES[flat.dtype], transfers, what, on_complete
+        )
 
     def _transfer(
         self, each: SliceRequest, memory: memoryview, slice_format: SliceFormat | None = None

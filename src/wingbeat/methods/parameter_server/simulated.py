@@ -566,7 +566,7 @@ class Thresholds:
         if self.layers < 2:
             return untuned(self.layers, self.classes)
         start = thresholds_from_cuts((), self.layers, self.classes)
-        trial = threshold_trial(self.layers, start, steps=1, rank=0, size=1)
+        trial = threshold_trial(self.layers, start, steps=1, rank=0, ranks=(0,))
         seconds = 0.0
         while not trial.done:
             trial.process_rows([trial.report(seconds)])
