@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ import torch
 
 from helpers import accelerator
 from helpers.waiting import PATIENCE
-from wingbeat.collectives.pinned import Copies, HostMirror, Pair, pinned_like, pinned_zeros
+from wingbeat.collectives.pinned import (
+    Copies,
+    HostMirror,
+    Pair,
+    on_stream,
+    pinned_like,
+    pinned_zeros,
+)
 from wingbeat.errors import PeerError, UsageError
 
 pytestmark = pytest.mark.skipif(bool(accelerator.why_not()), reason=accelerator.why_not())
@@ -45,6 +53,25 @@ def late(value: float, device: torch.device, numel: int = 50) -> torch.Tensor:
 def synchronizations() -> int:
     found: int = accelerator.load().late_synchronizations(threading.get_native_id())
     return found
+
+
+def test_threads_on_the_same_stream_each_return_to_their_own() -> None:
+    device = torch.device(accelerator.NAME, 0)
+    shared, entered, left = torch.Stream(device), threading.Barrier(2), threading.Event()
+
+    def use(first: bool) -> None:
+        own = torch.Stream(device)
+        with on_stream(own):
+            with on_stream(shared):
+                assert torch.accelerator.current_stream() == shared
+                entered.wait(PATIENCE)
+                if not first:
+                    left.wait(PATIENCE)
+            assert torch.accelerator.current_stream() == own
+            left.set()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(use, (True, False)))
 
 
 class Done:

@@ -12,8 +12,9 @@ No call here waits for the device, except `read`, which waits for its copies alo
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -52,6 +53,22 @@ def pinned_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(numel, dtype=dtype, pin_memory=True)
 
 
+@contextlib.contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Make a stream and its device those of the calling thread, as ``with stream`` does.
+
+    A `torch.Stream` keeps what it restores in itself, so threads that are in ``with`` blocks of the
+    same stream would restore each other's streams.
+    """
+    with torch.accelerator.device_index(stream.device_index):
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+
 class Copies:
     """Copies between an accelerator and the host, on one stream for each direction.
 
@@ -73,7 +90,7 @@ class Copies:
     def out(self, pairs: Sequence[Pair], ready: torch.Event) -> torch.Event:
         """Queue copies to the host after ``ready``; return their event."""
         self._out.wait_event(ready)
-        with self._out:
+        with on_stream(self._out):
             for device, host in pairs:
                 host.copy_(device, non_blocking=True)
                 device.record_stream(self._out)
@@ -83,7 +100,7 @@ class Copies:
 
     def back(self, pairs: Sequence[Pair], ready: torch.Event) -> torch.Event:
         """Queue copies to the device after ``ready``; return their event."""
-        with self._into:
+        with on_stream(self._into):
             self._into.wait_event(ready)
             for device, host in pairs:
                 # The allocator must not reuse memory before a copy that nothing waits for is done.
