@@ -19,7 +19,7 @@ from helpers.pool import Pool
 from wingbeat.collectives.two_level import columns_of
 from wingbeat.transport import loopback
 from wingbeat.transport.host_group import open_host_group
-from wingbeat.types import Layout
+from wingbeat.types import Group, Layout
 
 DEADLINE = 100.0
 SEEDS = range(3)
@@ -53,6 +53,18 @@ def test_collective_on_two_levels_equals_that_of_host_memory_without_host_waits(
     used = hosts.run(cases.equals_host_memory, what, wire, SEEDS, deadline=DEADLINE)
     whole = {"all_reduce": 5, "halves": 6}.get(what, 3)  # of the sizes, those that blocks divide
     assert used == [len(SEEDS) * whole] * 4
+
+
+@needs_device
+def test_each_rank_copies_its_share_of_a_buffer_to_its_host_and_back(hosts: Pool) -> None:
+    share, block = 8000, 4000  # bytes, of 16000: of 2 ranks on each host, and of 4 ranks
+    wanted = {
+        "all_reduce": (share, share),
+        "reduce_scatter": (share, block),
+        "all_gather": (block, share),
+    }
+    for what, copied in wanted.items():
+        assert hosts.run(cases.bytes_copied, what, 4000, deadline=DEADLINE) == [copied] * 4
 
 
 @needs_device
@@ -93,9 +105,7 @@ def test_training_thread_never_waits_for_the_device(hosts: Pool, strategy: str) 
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        pytest.param(
-            name, strategy, marks=() if number % len(STRATEGIES) == turn else pytest.mark.slow
-        )
+        pytest.param(name, strategy, marks=() if number == turn else pytest.mark.slow)
         for number, name in enumerate(QUICK)
         for turn, strategy in enumerate(STRATEGIES)
     ],
@@ -135,6 +145,17 @@ def test_rank_that_dies_is_named_on_all_hosts(fresh_pool: Callable[..., Pool]) -
     said = [each.value for each in found[:3]]
     assert all("rank 3" in said[rank] for rank in (1, 2)), said
     assert "rank 1" in said[0] or "rank 2" in said[0], said  # which have lost rank 3
+
+
+def test_group_has_no_nccl_where_its_job_has_none() -> None:
+    """Columns of the hosts carry tensors of CUDA devices with ``cuda="tcp"``."""
+    members = loopback.worlds(2, layout=Layout([0, 1]))
+    for world in members:
+        world.nccl_devices = frozenset()
+    opened = [world.open_group(Group((0, 1), 1)) for world in members]
+    assert [group.nccl_devices for group in opened] == [frozenset()] * 2
+    for world in members:
+        world.close()
 
 
 layouts = (

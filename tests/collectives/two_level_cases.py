@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from wingbeat.codecs import Coding
 from wingbeat.codecs.codec import Dense, SketchCodec
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded
+from wingbeat.collectives.pinned import Copies, Pair
 from wingbeat.collectives.two_level import TwoLevel
 from wingbeat.errors import PeerError
 from wingbeat.transport import interfaces, tcp, world
@@ -35,7 +39,7 @@ DEVICE = torch.device("privateuseone", 0)
 _placing = ""
 
 
-def join(placing: str, timeout: float = 20.0) -> None:
+def join(placing: str, timeout: float = 60.0) -> None:
     """Call `init` on these hosts of the ranks."""
     global _placing
     group.register()
@@ -120,6 +124,26 @@ def equals_host_memory(what: str, wire: torch.dtype | None, seeds: range) -> int
     return found
 
 
+def bytes_copied(what: str, numel: int) -> tuple[int, int]:
+    """How many bytes of a float32 buffer are copied to the host and back."""
+    channel, collectives = opened()
+    found = {"out": 0, "back": 0}
+
+    def counted(name: str) -> Callable[..., torch.Event]:
+        original = getattr(Copies, name)
+
+        def count(self: Copies, pairs: Sequence[Pair], ready: torch.Event) -> torch.Event:
+            found[name] += sum(pair.host.nbytes for pair in pairs)
+            return original(self, pairs, ready)
+
+        return count
+
+    with mock.patch.multiple(Copies, **{name: counted(name) for name in found}):
+        start(collectives, what, late_copy(values(0, numel))).wait()
+    channel.close()
+    return found["out"], found["back"]
+
+
 def kinds_in_turn(seeds: range) -> None:
     """All kinds and dtypes, of which none is waited for before all have begun."""
     late, rank = accelerator.load(), world.current().rank
@@ -176,33 +200,39 @@ def sketch_equals_host_memory(what: str, seeds: range) -> None:
 
 
 def first_half_writes_nothing_later(seeds: range) -> None:
-    """A first half that ended before the second began is written before that."""
+    """Whether it has ended or not when the second begins, which writes the whole buffer."""
     late, rank, numel = accelerator.load(), world.current().rank, 4000
     channel, collectives = opened()
-    for seed in seeds:
+    for seed, ended in itertools.product(seeds, (True, False)):
         late.late_seed(4 * seed + rank)
         buffer = late_copy(values(rank, numel))
         scattered = collectives.reduce_scatter(buffer)
-        waiting.until(scattered.done)
+        if ended:
+            waiting.until(scattered.done)
         collectives.all_gather(buffer, after=scattered).wait()
         buffer.fill_(7.0)
+        waiting.until(scattered.done)
         torch.accelerator.synchronize(DEVICE)
-        assert buffer.tolist() == [7.0] * numel
+        assert buffer.tolist() == [7.0] * numel, (seed, ended)
     channel.close()
 
 
 def memory_is_released_after_use(seeds: range) -> None:
-    """Nobody waits for the results of buffers that are dropped."""
-    late, rank = accelerator.load(), world.current().rank
+    """Nobody waits for the results of buffers and residuals that are dropped."""
+    late, rank, numel = accelerator.load(), world.current().rank, 4000
     channel, collectives = opened()
-    for seed in seeds:
+    coding = Coding([Region(Span(0, numel), SketchCodec(8))])
+    kinds = ("reduce_scatter", "all_gather", "halves", "all_reduce")
+    for seed, what, coded in itertools.product(seeds, kinds, (False, True)):
         late.late_seed(4 * seed + rank)
-        for what in ("reduce_scatter", "all_gather", "halves"):
-            done = threading.Semaphore(0)
-            handle = start(collectives, what, late_copy(values(rank, 4000)))
-            handle.add_done_callback(lambda _, done=done: done.release())
-            del handle
-            assert done.acquire(timeout=20)
+        done = threading.Semaphore(0)
+        wire = Encoded(coding, torch.zeros(numel, device=DEVICE)) if coded else None
+        handle = start(collectives, what, late_copy(values(rank, numel)), wire)
+        handle.add_done_callback(lambda _, done=done: done.release())
+        if what == "all_reduce":  # whose gather begins at a wait
+            collectives.all_gather(late_copy(values(rank, 4)))
+        del handle, wire
+        assert done.acquire(timeout=60)
         torch.accelerator.synchronize(DEVICE)  # or it raises
     channel.close()
 

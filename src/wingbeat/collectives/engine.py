@@ -310,11 +310,8 @@ class Collectives:
             return Handle([self._start_nccl(what, buffer, after, packing, blocks)])
         if buffer.device.type != "cpu" and world.size > 1:
             two = None if on_host or blocks is not None else self._two_level
-            fits = two is not None and self._topology == two.topology
-            if two is not None and fits and two.fits(what, buffer, wire):
-                used = packing.dtype if isinstance(packing, Cast) else packing
-                return Handle([two.start(what, buffer, bucket, used, label, after, put_off)])
-            return self._stage(what, buffer, bucket, after, wire, topology, label, blocks)
+            way = (what, buffer, bucket, after, wire, topology, label, blocks)
+            return self._stage(*way) if two is None else self._divide(two, put_off, *way)
         encoded = encoded_of(packing) is not None
         itemsize = buffer.element_size() if packing is None else packing.bytes_per_element
         # A ring would encode again at each hop, with additional loss.
@@ -350,6 +347,24 @@ class Collectives:
                 wait_for_all(job.wait for job in jobs)
             raise
         return Handle(jobs)
+
+    def _divide(
+        self,
+        two: TwoLevel,
+        put_off: bool,
+        what: str,
+        buffer: torch.Tensor,
+        bucket: int,
+        after: Handle | None,
+        wire: WireFormat | None,
+        topology: Topology | None,
+        label: str,
+        blocks: Blocks,
+    ) -> Handle:
+        """Queue a collective on two levels, or that on the host's copy if it does not fit."""
+        if self._topology != two.topology or not two.fits(what, buffer, wire):
+            return self._stage(what, buffer, bucket, after, wire, topology, label, blocks)
+        return Handle([two.start(what, buffer, bucket, wire, label, after, put_off)])
 
     def _stage(
         self,

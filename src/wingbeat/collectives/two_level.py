@@ -2,8 +2,8 @@
 
 ::
 
-    group's thread     agree, reduce-scatter inside the host      wait for the column, agree, all-gather
-    column's thread              the column's sum of the shard
+    group's thread     agree, reduce-scatter in the host  ...  wait, agree, all-gather in the host
+    column's thread                               the sum of the shard
 
 A buffer is reduce-scattered between the devices of a host by torch's process group of the device
 (`wingbeat.transport.host_group`). Each rank's shard, 1/L of it with L ranks on each host, is summed
@@ -13,7 +13,8 @@ buffer. Everything is ordered on streams.
 
 **Blocks.** Rank r owns block r of P, as everywhere. A host's rank at place l gets the blocks of the
 ranks at place l of all hosts, so blocks are copied into the order of places before a
-reduce-scatter, and back after an all-gather. An all-reduce has no owners: its shards are contiguous.
+reduce-scatter, and back after an all-gather. An all-reduce has no owners: its shards are
+contiguous.
 
 **Order.** A process group runs collectives in the order in which it is given them, which must be
 the same on all of its ranks. It is the order of calls, in which a reduce-scatter and an all-reduce
@@ -39,7 +40,7 @@ from wingbeat.codecs import Coding
 from wingbeat.collectives import staging
 from wingbeat.collectives.handle import Handle, OneShotEvent
 from wingbeat.collectives.packing import Encoded, WireFormat, encoded_of
-from wingbeat.collectives.pinned import Copies, HostOperation
+from wingbeat.collectives.pinned import Copies, HostOperation, on_stream
 from wingbeat.collectives.threads import SerialQueue, ThreadPool
 from wingbeat.errors import PeerError
 from wingbeat.topologies import Hierarchical
@@ -96,7 +97,7 @@ class TwoLevelJob(HostOperation):
         what: str,
         buffer: torch.Tensor,
         bucket: int,
-        wire: torch.dtype | Encoded | None,
+        wire: WireFormat | None,
         label: str,
         after: TwoLevelJob | None,
         number: int,
@@ -189,7 +190,7 @@ class TwoLevel:
         what: str,
         buffer: torch.Tensor,
         bucket: int,
-        wire: torch.dtype | Encoded | None,
+        wire: WireFormat | None,
         label: str,
         after: Handle | None,
         put_off: bool,
@@ -237,7 +238,7 @@ class TwoLevel:
         """Sum inside the host, into this rank's shard."""
         try:
             self._agree(job, _SCATTER)
-            with torch.no_grad(), self._stream:
+            with torch.no_grad(), on_stream(self._stream):
                 self._stream.wait_event(job.ready)
                 self._sum_inside(job)
                 job.summed = self._stream.record_event()
@@ -258,9 +259,9 @@ class TwoLevel:
         else:
             scratch = torch.cat([self._part(buffer, rank) for rank in self._order])
             job.shard = buffer.new_empty(buffer.numel() // places)
-            self._take_residual(job, self._stream)
+            self._take_residual(job)
         self._group.reduce_scatter(job.shard, scratch).wait()
-        buffer.record_stream(self._stream)
+        buffer.record_stream(self._stream)  # also if a later step fails
 
     def _gather(self, job: TwoLevelJob) -> None:
         """Wait for the column, and gather the shards inside the host."""
@@ -271,14 +272,13 @@ class TwoLevel:
                 if job.handle is None:
                     job.raise_error()
                 else:
-                    with self._stream:
+                    with on_stream(self._stream):
                         job.handle.wait()
             except PeerError as error:
                 failed = str(error)
             self._agree(job, _GATHER, failed)
-            with torch.no_grad(), self._stream:
+            with torch.no_grad(), on_stream(self._stream):
                 self._stream.wait_event(job.ready)
-                self._stream.wait_stream(self._stream_of_column)  # a first half may be written
                 self._gather_inside(job)
                 written = self._stream.record_event()
         except Exception as error:
@@ -354,7 +354,7 @@ class TwoLevel:
     def _submit_now(self, job: TwoLevelJob) -> None:
         column, after = self._column, job.after
         job.after = None
-        with torch.no_grad(), self._stream_of_column:
+        with torch.no_grad(), on_stream(self._stream_of_column):
             if job.what != "all_gather":
                 self._stream_of_column.wait_event(job.summed)
                 submit = getattr(column, job.what)
@@ -378,8 +378,7 @@ class TwoLevel:
         self._stream_of_column.wait_event(job.ready)
         job.shard = job.buffer.new_empty(job.buffer.numel() // self._group.size)
         self._block_of(job.shard, self._block).copy_(self._part(job.buffer, self._rank))
-        job.buffer.record_stream(self._stream_of_column)
-        self._take_residual(job, self._stream_of_column)
+        self._take_residual(job)
 
     def _block_of(self, shard: torch.Tensor, number: int) -> torch.Tensor:
         length = shard.numel() // len(self._column_ranks)
@@ -387,7 +386,7 @@ class TwoLevel:
 
     # -- residuals ------------------------------------------------------------------------
 
-    def _take_residual(self, job: TwoLevelJob, stream: torch.Stream) -> None:
+    def _take_residual(self, job: TwoLevelJob) -> None:
         """Make the encoding of a shard, with a copy of its part of the residual."""
         if not isinstance(job.wire, Encoded):
             return
@@ -397,7 +396,6 @@ class TwoLevel:
             spans = [Span(rank * length, (rank + 1) * length) for rank in self._column_ranks]
             self._codings[coding] = coding.joined(spans)
         if kept is not None:
-            kept.record_stream(stream)
             kept = torch.cat([self._part(kept, rank) for rank in self._column_ranks])
         job.coded = Encoded(self._codings[coding], kept)
 
@@ -420,7 +418,7 @@ class TwoLevel:
         assert job.handle is not None
         written = None
         try:
-            with torch.no_grad(), self._stream_of_column:
+            with torch.no_grad(), on_stream(self._stream_of_column):
                 job.handle.wait()
                 with job.lock_of_result:
                     if not job.superseded:
