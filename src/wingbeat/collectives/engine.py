@@ -310,8 +310,8 @@ class Collectives:
             return Handle([self._start_nccl(what, buffer, after, packing, blocks)])
         if buffer.device.type != "cpu" and world.size > 1:
             two = None if on_host or blocks is not None else self._two_level
-            way = (what, buffer, bucket, after, wire, topology, label, blocks)
-            return self._stage(*way) if two is None else self._divide(two, put_off, *way)
+            given = (what, buffer, bucket, after, wire, topology, label, blocks)
+            return self._stage(*given) if two is None else self._divide(two, put_off, *given)
         encoded = encoded_of(packing) is not None
         itemsize = buffer.element_size() if packing is None else packing.bytes_per_element
         # A ring would encode again at each hop, with additional loss.

@@ -169,6 +169,7 @@ class TwoLevel:
         self._group_queue, self._column_queue = SerialQueue(_threads), SerialQueue(_threads)
         self._lock = threading.Lock()
         self._put_off: list[TwoLevelJob] = []
+        self._running: set[TwoLevelJob] = set()  # the collector takes cycles that nobody holds
         self._calls = 0
         self._broken = ""
         world.on_close(self._inside.close)
@@ -208,6 +209,8 @@ class TwoLevel:
         with self._lock:
             self._calls += 1
             job = TwoLevelJob(self, what, buffer, bucket, wire, label, first, self._calls)
+            self._running.add(job)
+            job.add_done_callback(self._running.discard)
             if first is not None:
                 first.supersede()
             if not put_off:

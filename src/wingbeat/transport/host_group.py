@@ -72,8 +72,8 @@ def open_host_group(world: World, device: torch.device) -> HostGroup | None:
         if why:
             _report(world, device, f"{world.name(rank)}: {why}")
             return None
-    group, why = _create(world, device, answers[0].backend)
-    for rank, why in enumerate(world.exchange("host group works", why, str)):
+    group, failed = _create(world, device, answers[0].backend)
+    for rank, why in enumerate(world.exchange("host group works", failed, str)):
         if why:
             _report(world, device, f"{world.name(rank)}: {why}")
             if group is not None:
