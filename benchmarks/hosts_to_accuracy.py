@@ -8,8 +8,10 @@ iterations  a real network learns real data on all workers with each row, from t
             seeds the best and the worst are dropped and the mean of the rest counts; one that does
             not reach the target counts as the worst.
 seconds     an iteration of a paced model under the same row, with the same options, as of
-            `wingbeat bench`: links and computation scaled alike, codecs slowed with them. What a
-            row needs to decide how it trains is added once.
+            `wingbeat bench`: links and computation scaled alike, codecs slowed with them. A row
+            that decides how it trains, by pauses for measurements and by iterations of another
+            length, has all of these seconds on the clock, in place of equally many iterations:
+            those iterations train, in both measurements.
 
 No row has a warm-up of its density, because its iterations differ in length. PowerSGD compresses
 from the third iteration on, the earliest that its error feedback allows, in one bucket, as gloo
@@ -45,6 +47,7 @@ from wingbeat.errors import LabError, UsageError
 from wingbeat_lab import lab
 from wingbeat_lab.bench import contenders, estimate, runner
 from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.results import Deciding
 from wingbeat_lab.bench.table import Printed
 
 EXAMPLES = """examples:
@@ -223,7 +226,6 @@ def summary(
         counts = [end["iteration"] if end["accuracy"] >= target else None for end in ends]
         there = [count for count in counts if count is not None]
         each, deciding = timed[name].iteration_s, timed[name].deciding
-        once = deciding.seconds if deciding else 0.0
         iterations = score(counts)
         rows.append(
             {
@@ -236,15 +238,31 @@ def summary(
                 "same_weights": all(run["same_weights"] for run in own),
                 "iteration_s": each.median,
                 "spread_s": [each.p10, each.p90],
-                "deciding_s": once,
+                "deciding_s": deciding.seconds if deciding else 0.0,
+                "deciding_iterations": deciding.iterations if deciding else 0,
                 "bytes_per_iteration": timed[name].bytes_per_iteration,
-                "seconds": None if iterations is None else once + iterations * each.median,
-                "range_s": [once + min(there) * each.p10, once + max(there) * each.p90]
+                "seconds": None
+                if iterations is None
+                else total_s(iterations, each.median, deciding),
+                "range_s": [
+                    total_s(min(there), each.p10, deciding),
+                    total_s(max(there), each.p90, deciding),
+                ]
                 if there
                 else None,
             }
         )
     return rows
+
+
+def total_s(iterations: float, each_s: float, deciding: Deciding | None) -> float:
+    """Seconds of so many iterations, the first of which are those in which a row decides.
+
+    All seconds of deciding count, even if the target is reached before its end.
+    """
+    if deciding is None:
+        return iterations * each_s
+    return deciding.seconds + max(0.0, iterations - deciding.iterations) * each_s
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
@@ -278,6 +296,7 @@ COLUMNS = (
     "an iteration, ms",
     "p10 .. p90",
     "deciding, s",
+    "deciding, iterations",
     "MB a process",
     "seeds that do not reach it",
     "right in the end, %",
@@ -299,6 +318,7 @@ def table(options: argparse.Namespace, report: dict[str, Any]) -> Printed:
                 f"{1e3 * row['iteration_s']:.0f}",
                 "{:.0f} .. {:.0f}".format(*(1e3 * s for s in row["spread_s"])),
                 f"{row['deciding_s']:.1f}",
+                str(row["deciding_iterations"]),
                 f"{row['bytes_per_iteration'] / 1e6:.3f}",
                 str(row["not_reached"]),
                 f"{min(row['accuracy']):.2f} .. {max(row['accuracy']):.2f}",
@@ -309,8 +329,9 @@ def table(options: argparse.Namespace, report: dict[str, Any]) -> Printed:
         f"with {options.per_host} processes a host, {len(options.seeds)} seeds"
     )
     notes = [
-        "to the target: iterations of a real training times the seconds of a paced iteration, plus "
-        "deciding; two measurements, which no single run has made",
+        "to the target: iterations of a real training times the seconds of a paced iteration; "
+        "the first ones take the seconds of deciding, pauses included; two measurements, which no "
+        "single run has made",
         "iterations: mean of the seeds without the best and the worst; one that does not reach the "
         "target counts as the worst",
     ]

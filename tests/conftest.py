@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from helpers import longest
 from helpers.amounts import examples
 from helpers.hanging import LastResort
 
@@ -75,13 +76,22 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """List the files with tests that run by themselves; a second run need not load the others."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """List the files with tests that run by themselves; a second run need not load the others.
+
+    Then, when tests are deselected, let workers begin with the longest files.
+    """
     # Not for the processes that tests start, which may run pytest too.
     if where := os.environ.pop(ALONE_FILES, ""):
         found = sorted({str(item.path) for item in items if item.get_closest_marker("alone")})
         Path(where).write_text("\n".join(found), encoding="utf-8")
+    yield
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        folder = Path(__file__).parent
+        named = [(os.path.relpath(item.path, folder), item) for item in items]
+        items[:] = longest.first(named, workers)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

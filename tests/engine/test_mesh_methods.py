@@ -30,9 +30,8 @@ def test_exact_method_over_fsdp2_equals_hsdp(job: Pool, strategy: str) -> None:
     assert max(differences) < 1e-6, differences
 
 
-@pytest.mark.parametrize(
-    "strategy", ["geryon:update=server", pytest.param("canary:s=0", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["geryon:update=server", "canary:s=0"])
 def test_each_use_of_fsdp2_equals_hsdps(job: Pool, strategy: str) -> None:
     for found in job.run(mesh_cases.variants, strategy, 4, deadline=150.0):
         wrong = {name: by for name, by in found.items() if not by < 1e-6}

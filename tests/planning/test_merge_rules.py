@@ -166,3 +166,42 @@ def test_greedy_nonlinear_curve_waits_for_startup(smallest_s: float, merged: boo
     workload = work([1.0, 1.5], [1, 1], [4.0, 9.0])
     costs = CostModel(ZERO, PiecewiseLinear((4.0, 9.0), (smallest_s, 3.0)))
     assert groups(merge.mg_wfbp(workload, costs)) == ([(0, 1)] if merged else [(0,), (1,)])
+
+
+def plans(monkeypatch: pytest.MonkeyPatch, **stops: list[int]) -> None:
+    """Have the rules of a trial make plans with these stops."""
+    for name in ("exact", "paper", "one", "undelayed"):
+        ends = stops.get(name, stops["exact"])
+        monkeypatch.setitem(
+            merge.RULES, name, lambda workload, _, ends=ends: merge.plan_from_stops(workload, ends)
+        )
+
+
+@pytest.mark.parametrize(
+    ("third_s", "tried"),
+    [(2.05, [("exact", "undelayed")]), (2.2, [("exact", "undelayed"), ("paper",)])],
+)
+def test_candidates_alike_plans_of_equally_many_buckets_are_tried_once(
+    third_s: float, tried: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exchanges take a second; the first begins with the second or with the third gradient."""
+    workload = work([1.0, 2.0, third_s, third_s], [1] * 4)
+    plans(monkeypatch, exact=[2, 4], paper=[3, 4], one=[4])
+    found = merge.candidates(merge.TRIED, workload, CostModel(ZERO, Linear(1.0, 0.0)))
+    assert [each.rules for each in found] == [*tried, ("one",)]
+
+
+def test_candidates_alike_plans_of_other_buckets_are_all_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The prediction may be wrong about what one more bucket costs."""
+    workload = work([1.0, 1.0, 1.0], [1] * 3)
+    plans(monkeypatch, exact=[1, 3], one=[3])
+    found = merge.candidates(merge.TRIED, workload, CostModel(ZERO, Linear(1e-6, 0.0)))
+    assert [each.rules for each in found] == [("exact", "paper", "undelayed"), ("one",)]
+
+
+def test_candidates_named_rule_has_one_plan() -> None:
+    workload = work([1.0, 2.0, 2.5], [1, 1, 1])
+    [found] = merge.candidates("paper", workload, CostModel(ZERO, Linear(1.0, 1.0)))
+    assert found.rules == ("paper",)

@@ -376,6 +376,27 @@ def test_merging_plan_file_skips_measuring(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["key"]["workers"] == 3
 
 
+@pytest.mark.parametrize("name", ["", "merged.json"])
+def test_merging_plain_links_are_measured_for_a_plan_file_only(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No plan depends on them, and training pauses meanwhile."""
+    measured: list[int] = []
+    usual = measure.measure_links
+
+    def counted(collectives: Any, **options: Any) -> Any:
+        measured.append(collectives.world.rank)
+        return usual(collectives, **options)
+
+    monkeypatch.setattr(measure, "measure_links", counted)
+    file = str(tmp_path / name) if name else ""
+    _on(2, wingbeat.OMGS(density=0.1, warmup=0, steps=STEPS, plan_file=file))
+    assert sorted(measured) == ([0, 1] if name else [])
+    if name:
+        links = json.loads((tmp_path / name).read_text())["interfaces"]
+        assert [link["name"] for link in links] != []
+
+
 def test_merging_damaged_plan_file_is_refused_on_every_rank(tmp_path: Path) -> None:
     file = tmp_path / "merged.json"
     file.write_text("{}")

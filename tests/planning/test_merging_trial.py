@@ -462,3 +462,41 @@ def test_merging_trial_interrupted_backward_keeps_workers_in_step(
 
     found = on(2, omgs(), PLANNED + TRIAL + 4, body=body)
     assert found[0].buckets[-1] == found[1].buckets[-1] == 1
+
+
+@pytest.mark.parametrize("merge", ["tried", "exact"])
+def test_merging_trial_effort_is_counted_and_logged(
+    merge: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    laps(monkeypatch, one_is_best)
+    with caplog.at_level(logging.INFO, logger="wingbeat"):
+        found = on(2, omgs(merge=merge))
+    for run in found:
+        effort = run.report["deciding"]
+        assert effort["iterations"] == run.deciding.index(False)
+        assert 0 < effort["paused_s"] < effort["seconds"]
+    effort = found[0].report["deciding"]
+    assert caplog.text.count("layers are merged as decided after") == 1
+    assert (
+        f"after {effort['iterations']} iterations in {effort['seconds']:.3g} s, of which training "
+        f"paused {effort['paused_s']:.3g} s for measurements"
+    ) in caplog.text
+
+
+def test_merging_trial_effort_after_drift_counts_from_drift(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trials, "DRIFT_WINDOW", 3)
+    factor = [1.0]
+    laps(monkeypatch, lambda buckets: factor[0] * one_is_best(buckets))
+
+    def body(model: Any, rank: int, step: int) -> None:
+        factor[0] = 10.0 if step >= PLANNED + TRIAL else 1.0
+        backward(model, rank, step)
+
+    with caplog.at_level(logging.INFO, logger="wingbeat"):
+        found = on(2, omgs(), 2 * (PLANNED + TRIAL), body=body)
+    assert caplog.text.count("layers are merged as decided after") == 2
+    deciding = found[0].deciding
+    again = deciding.index(True, deciding.index(False))
+    assert found[0].report["deciding"]["iterations"] == deciding.index(False, again) - again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -78,10 +79,31 @@ def test_plan_trial_noisy_plan_remains() -> None:
     assert len(used) > 2 * (BLOCK + LAG)
 
 
+def turns_of(used: list[int]) -> list[int]:
+    return [plan for i, plan in enumerate(used) if i == 0 or plan != used[i - 1]]
+
+
 def test_plan_trial_rounds_go_back_and_forth() -> None:
-    _, used = decide(lambda *_: 1.0, 3)
-    turns = [plan for i, plan in enumerate(used) if i == 0 or plan != used[i - 1]]
-    assert turns == [0, 1, 2, 1, 0, 1, 2, 1, 0]
+    """The noise of a tenth hides differences of 3 per cent, which are more than none."""
+    laps = itertools.cycle([0.9, 1.0, 1.1])
+    trials, used = decide(lambda _, plan: (1.0, 1.03, 1.03)[plan] * next(laps), 3, size=1)
+    assert turns_of(used) == [0, 1, 2, 1, 0, 1, 2]
+    assert trials[0].candidate == 0
+
+
+def test_plan_trial_equal_plans_end_after_second_round() -> None:
+    laps = itertools.cycle([0.9, 1.0, 1.1])
+    trials, used = decide(lambda _, plan: (1.0, 1.005)[plan] * next(laps), 2, size=1)
+    assert turns_of(used) == [0, 1, 0]
+    assert trials[0].number == 4
+
+
+def test_plan_trial_small_difference_without_noise_ends_after_first_round() -> None:
+    """One of 3 per cent, in iterations that differ by 1 per cent."""
+    laps = itertools.cycle([1.0, 1.005, 1.01])
+    trials, used = decide(lambda _, plan: (1.03, 1.0)[plan] * next(laps), 2, size=1)
+    assert trials[0].candidate == 1
+    assert turns_of(used) == [0, 1]
 
 
 def test_plan_trial_slowing_machine_affects_all_plans() -> None:

@@ -41,7 +41,12 @@ MAX_ELEMENTS = 1 << 24
 """Elements of the largest exchange; curves are extrapolated beyond, which saves memory."""
 
 REPEATS = 5
-BUDGET_S = 0.5
+BUDGET_S = 0.125
+"""Seconds of an exchange after which no larger one is measured. A larger one takes up to
+`GROWTH` times as long, and is repeated seven times, so a measurement ends within five seconds."""
+
+GROWTH = 4.0
+"""Ratio of neighbouring amounts."""
 
 SECOND_PHASE = "all-gather"
 """The second phase of an all-reduce whose first is ``"reduce-scatter"``."""
@@ -49,12 +54,9 @@ SECOND_PHASE = "all-gather"
 MAX_MATRICES = 8
 """Shapes of matrices that are measured, the largest of a model."""
 
-_MAX_REPEATS_FACTOR, _SHARE = 4, 0.2
+_MAX_REPEATS_FACTOR, _SHARE = 4, 0.4
 _MIN_AMOUNTS = 2
 """Minimum number of amounts for a line, however long they take."""
-
-_LINK_FACTOR = 4.0
-"""Ratio of neighbouring amounts on links, whose two coefficients need few."""
 
 _LONGEST_S = 1e6
 _AFTER_WARMUP = 1 << 40
@@ -94,11 +96,11 @@ class Samples:
     cpu: Points = ()
 
 
-def geometric(first: int, last: int, factor: float = 2.0) -> list[int]:
+def geometric(first: int, last: int, factor: float = GROWTH) -> list[int]:
     """Return amounts that grow geometrically, up to ``last``.
 
-    >>> geometric(1000, 5000)
-    [1000, 2000, 4000, 5000]
+    >>> geometric(1000, 20_000)
+    [1000, 4000, 16000, 20000]
     """
     amounts = [min(first, last)]
     while amounts[-1] < last:
@@ -406,7 +408,7 @@ def measure_links(
         fits = []
         for over, operation in ((gathering, gather), (reducing, reduce)):
             samples = measure_exchange(
-                over, operation, geometric(MIN_SIZE, largest_bytes, _LINK_FACTOR), repeats,
+                over, operation, geometric(MIN_SIZE, largest_bytes), repeats,
                 budget_s=budget_s, whole=whole,
             )  # fmt: skip
             # Nothing is encoded, so the starting call is a part of the exchange.

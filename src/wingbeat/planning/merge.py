@@ -640,6 +640,10 @@ under the paper's own costs, in which exchanges do not delay backward."""
 _TRIED_RULES = ("exact", "paper", "one", "undelayed")
 """The rules of a trial, the most promising first."""
 
+ALIKE = 0.02
+"""Relative difference of predictions below which plans of equally many buckets are alike. A trial
+could hardly tell them apart, and errors of the prediction affect both."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -650,8 +654,20 @@ class Candidate:
 
 
 def candidates(rule: str, workload: Workload, costs: CostModel) -> list[Candidate]:
-    """Return the plan of a rule, or for `TRIED` all different plans of a trial."""
+    """Return the plan of a rule, or for `TRIED` all plans of a trial that differ.
+
+    Plans of equally many buckets whose predictions differ by less than `ALIKE` are alike: the first
+    of them is tried.
+    """
     made: dict[Plan, list[str]] = {}
     for name in _TRIED_RULES if rule == TRIED else (rule,):
         made.setdefault(RULES[name](workload, costs), []).append(name)
-    return [Candidate(tuple(names), plan) for plan, names in made.items()]
+    found: list[Candidate] = []
+    kept: list[tuple[int, float]] = []
+    for plan, names in made.items():
+        seconds = predict(plan, workload, costs).finish_s + gather_phase_s(plan, workload, costs)
+        buckets = len(plan.buckets)
+        if not any(n == buckets and abs(seconds - s) < ALIKE * s for n, s in kept):
+            kept.append((buckets, seconds))
+            found.append(Candidate(tuple(names), plan))
+    return found

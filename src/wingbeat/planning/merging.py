@@ -9,6 +9,7 @@ Drift restarts the process.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,14 @@ from wingbeat.planning.costs import Fit, Workload, best_fit
 from wingbeat.planning.files import REMEDY
 from wingbeat.planning.measure import Samples, fit_samples, key_of, payload_bytes, wire_text
 from wingbeat.planning.merge import TRIED, Candidate
-from wingbeat.planning.probe import Gradient, PlanTiming, Probe, contention, format_timings
+from wingbeat.planning.probe import (
+    Gradient,
+    LinkFit,
+    PlanTiming,
+    Probe,
+    contention,
+    format_timings,
+)
 from wingbeat.planning.trials import DriftDetector, Rows, Trial, plan_trial
 from wingbeat.schema import MalformedMessage, from_json, to_json
 from wingbeat.transport.world import World
@@ -60,6 +68,19 @@ class ActivePlan:
     def error(self) -> float | None:
         """Relative error of the prediction; None before there is a measurement."""
         return self.predicted_s / self.measured_s - 1 if self.measured_s else None
+
+
+@dataclass
+class Effort:
+    """What deciding has taken: iterations, which train, their seconds, and a pause for measuring.
+
+    ``seconds`` are 0.0 while it is not over, and contain ``paused_s``.
+    """
+
+    began_s: float
+    iterations: int = 0
+    seconds: float = 0.0
+    paused_s: float = 0.0
 
 
 class CostProbe:
@@ -138,12 +159,19 @@ class CostProbe:
             ),
             encode=encode,
             exchange=exchange,
-            interfaces=measure.measure_links(self._collectives, topology=self._strategy.topology),
+            interfaces=self._measure_interfaces(),
             rest_s=rest_s,
             cpu=best_fit(samples.cpu) if samples.cpu else None,
             gather=gather,
             matrices=matrices,
         )
+
+    def _measure_interfaces(self) -> tuple[LinkFit, ...]:
+        """Measure plain links for a plan file, which shows them; no plan depends on them."""
+        merged = self._strategy.plan.merging()
+        if merged is None or not merged.file:
+            return ()
+        return measure.measure_links(self._collectives, topology=self._strategy.topology)
 
     def _measure_wire(self, wire: str | Coded, collective: str) -> Samples:
         return measure.measure_wire(
@@ -212,6 +240,7 @@ class LayerMerging:
         self.probe: Probe | None = None
         self.plan: ActivePlan | None = None
         self._drift = DriftDetector(rule.steps, rule.drift)
+        self._effort: Effort | None = None
         self._alone: tuple[Plan, float] | None = None
         self._candidates: list[Candidate] = []
         self._trial: Trial[int, list[float]] | None = None
@@ -268,6 +297,12 @@ class LayerMerging:
             "cpu": to_json(probe.cpu),
             "contention": probe.contention,
             "fit_error": probe.exchange.error,
+            "deciding": self._effort
+            and {
+                "iterations": self._effort.iterations,
+                "seconds": self._effort.seconds,
+                "paused_s": self._effort.paused_s,
+            },
             "tried": [
                 {"rules": list(t.rules), "buckets": len(t.stops), "iteration_s": t.iteration_s}
                 for t in probe.timings
@@ -279,14 +314,41 @@ class LayerMerging:
     def boundary(self, seconds: float, rows: Rows | None) -> bool:
         """Count an iteration, plan when enough was measured, and detect drift."""
         self._read_file()
+        deciding = not self.done
+        changed = self._advance(seconds, rows)
+        self._count_effort(deciding)
+        return changed
+
+    def _advance(self, seconds: float, rows: Rows | None) -> bool:
         if self._trial is not None:
             return rows is not None and self._continue_trial(self._trial, rows)
         drifted = rows is not None and self._detect_drift([row[0] for row in rows])
         self._drift.count(seconds)
         if not self._drift.due():
             return drifted
+        began = time.monotonic()
         self._measure_and_plan()
+        if self._effort is not None:
+            self._effort.paused_s += time.monotonic() - began
         return True
+
+    def _count_effort(self, deciding: bool) -> None:
+        """Count an iteration if it was one of deciding; log the effort once it is over."""
+        now = time.monotonic()
+        if deciding and self._effort is not None:
+            self._effort.iterations += 1
+            if self.done:
+                self._effort.seconds = now - self._effort.began_s
+                if self._world.leads:
+                    log.info(
+                        "layers are merged as decided after %d iterations in %.3g s, of which "
+                        "training paused %.3g s for measurements",
+                        self._effort.iterations,
+                        self._effort.seconds,
+                        self._effort.paused_s,
+                    )
+        elif not self.done:
+            self._effort = Effort(now)
 
     def row(self, seconds: float) -> Sequence[float]:
         """Return the row of a trial, or the median at the end of a window, in seconds."""

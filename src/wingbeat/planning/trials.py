@@ -314,9 +314,14 @@ PLAN_ITERATIONS = 6
 PLAN_WARMUP = 2
 """Iterations at the start of a block that do not count, for buffers and sockets to warm up."""
 
-PLAN_MARGINS = (0.10, 0.05, 0.02, 0.01)
+PLAN_MARGINS = (0.10, 0.05, 0.02)
 """By round, the relative excess over the least median up to which a plan remains. A plan also
-remains while a quarter of its iterations are as short as that median: the difference is noise."""
+remains while a quarter of its iterations are as short as that median: the difference is noise. It
+does not remain if three quarters of its iterations are longer than three quarters of the best
+plan's: then even a small difference is none."""
+
+PLAN_EQUAL = 0.02
+"""Relative difference of medians at which a trial ends after its second round."""
 
 
 def plan_trial(count: int, rank: int, ranks: Sequence[int]) -> Trial[int, list[float]]:
@@ -346,14 +351,23 @@ def _search_plans(count: int) -> Search[int, list[float]]:
         for plan in remaining[::-1] if number % 2 else list(remaining):
             times[plan] += yield plan
             medians[plan] = statistics.median(times[plan])
-        least = min(medians[plan] for plan in remaining)
-        remaining = [
-            plan
-            for plan in remaining
-            if medians[plan] <= (1.0 + margin) * least
-            or sorted(times[plan])[max(0, len(times[plan]) // 4 - 1)] <= least
-        ]
+        best = min(remaining, key=lambda plan: medians[plan])
+        remaining = [plan for plan in remaining if _remains(times[plan], times[best], margin)]
+        if (
+            number
+            and max(medians[plan] for plan in remaining) <= (1.0 + PLAN_EQUAL) * medians[best]
+        ):
+            break
     return min(remaining, key=lambda plan: medians[plan]), medians
+
+
+def _remains(times: Sequence[float], best: Sequence[float], margin: float) -> bool:
+    """Return whether a plan may still be the fastest; ``best`` has the least median."""
+    least, quarter = statistics.median(best), max(1, len(times) // 4)
+    low = sorted(times)[quarter - 1]
+    if low <= least:
+        return True
+    return statistics.median(times) <= (1.0 + margin) * least and low <= sorted(best)[-quarter]
 
 
 # -- drift ---------------------------------------------------------------------------------------

@@ -52,8 +52,8 @@ TURN_S = 0.3
 TRIAL = 25
 """Iterations until a codec's use is decided, plus or minus ten; once for each row."""
 
-PLANS = 80
-"""Iterations until a plan of merged layers is chosen, plus or minus fifty."""
+PLANS = 40
+"""Iterations until a plan of merged layers is chosen, plus or minus thirty."""
 
 PASSES, HALVES = 3, 4
 """For the measurement of computation and links alone: passes of the model, and repetitions of each

@@ -80,10 +80,10 @@ def test_estimate_of_done_iterations_increases_to_the_total() -> None:
 
 def test_estimate_includes_iterations_of_tuning_and_measuring() -> None:
     made = estimate.of(checked(strategies=("ddp", "allreduce:compression=sketch", "omgs")), cores=2)
-    assert [row.deciding for row in made.rows] == [0, 25, 24 + 80]
+    assert [row.deciding for row in made.rows] == [0, 25, 24 + 40]
     ddp, sketch, omgs = (row.iteration_s for row in made.rows)
     # Once, on a model of its own.
-    seconds = (8 + 3 * 2) * (ddp + sketch + omgs) + 25 * sketch + 104 * omgs
+    seconds = (8 + 3 * 2) * (ddp + sketch + omgs) + 25 * sketch + 64 * omgs
     parts = made.start_s + 3 * made.round_s + (9 + 2) * made.turn_s + seconds
     assert made.total_s == pytest.approx(parts)
     both, small, alone = (

@@ -13,6 +13,7 @@ import pytest
 
 from helpers.scripts import Refusal, benchmark
 from wingbeat_lab.bench.measure import Quantiles
+from wingbeat_lab.bench.results import Deciding
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +35,29 @@ def runs(strategy: str, *ends: tuple[int, float], same: bool = True) -> list[dic
     ]
 
 
-def bench(seconds: float, deciding_s: float | None = None) -> Any:
+def bench(seconds: float, deciding: Deciding | None = None) -> Any:
     """The bench's figures of a row, with a spread of a tenth."""
-    deciding = None if deciding_s is None else SimpleNamespace(seconds=deciding_s)
     quantiles = Quantiles(median=seconds, p10=0.9 * seconds, p90=1.1 * seconds)
     return SimpleNamespace(iteration_s=quantiles, deciding=deciding, bytes_per_iteration=1.0)
 
 
-def test_seconds_are_iterations_times_an_iteration_and_deciding_once(hosts: ModuleType) -> None:
+def test_seconds_are_iterations_times_an_iteration(hosts: ModuleType) -> None:
     trained = runs("omgs:warmup=0", (100, 97.0), (200, 98.0), (300, 97.5))
-    [row] = hosts.summary(trained, {"omgs:warmup=0": bench(0.5, 20.0)}, 97.0)
+    [row] = hosts.summary(trained, {"omgs:warmup=0": bench(0.5)}, 97.0)
     assert row["iterations"] == 200
-    assert row["seconds"] == 20.0 + 200 * 0.5
-    assert row["range_s"] == pytest.approx([20.0 + 100 * 0.45, 20.0 + 300 * 0.55])
+    assert row["seconds"] == 200 * 0.5
+    assert row["range_s"] == pytest.approx([100 * 0.45, 300 * 0.55])
+    assert (row["deciding_s"], row["deciding_iterations"]) == (0.0, 0)
+
+
+def test_iterations_of_deciding_take_its_seconds(hosts: ModuleType) -> None:
+    """Of the fastest seed there are fewer iterations than deciding needs."""
+    trained = runs("omgs:warmup=0", (30, 97.0), (200, 98.0), (300, 97.5))
+    deciding = Deciding(iterations=40, seconds=35.0, decision={})
+    [row] = hosts.summary(trained, {"omgs:warmup=0": bench(0.5, deciding)}, 97.0)
+    assert row["seconds"] == 35.0 + (200 - 40) * 0.5
+    assert row["range_s"] == pytest.approx([35.0, 35.0 + (300 - 40) * 0.55])
+    assert (row["deciding_s"], row["deciding_iterations"]) == (35.0, 40)
 
 
 def test_seeds_below_the_target_count_as_the_worst(hosts: ModuleType) -> None:
