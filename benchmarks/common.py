@@ -15,6 +15,7 @@ from wingbeat.errors import UsageError, WingbeatError
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import check_writable
+from wingbeat_lab.lab import LabSpec
 
 if TYPE_CHECKING:
     from wingbeat.transport.messages import Mailbox, Message, Posted
@@ -49,11 +50,27 @@ def refuse_unwritable(path: Path) -> None:
         sys.exit(2)
 
 
-def at_least_one(text: str) -> int:
-    """Parse a number that must be 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from 1 on")
+def at_least_one(text: str, least: int = 1) -> int:
+    """Parse a whole number that must be 1, or ``least``, or more."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are whole numbers from {least} on")
     return int(text)
+
+
+def at_least_two(text: str) -> int:
+    """Parse a number that must be 2 or more."""
+    return at_least_one(text, 2)
+
+
+def lab_of_replicas(text: str) -> LabSpec:
+    """Parse a lab whose hosts are replicas.
+
+    A `UsageError` if it has fewer than two, a `LabError` if there is no such lab.
+    """
+    spec = LabSpec.parse(text)
+    if spec.hosts < 2:
+        raise UsageError(f"--lab {text}: allowed are two hosts or more; each is a replica")
+    return spec
 
 
 def measured_before(path: Path, key: str, remedy: str) -> list[Any]:

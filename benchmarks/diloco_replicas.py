@@ -48,12 +48,12 @@ import accuracy
 import diloco
 import torch
 import torch.distributed as dist
-from common import at_least_one, refuse_unwritable, run_and_judge, show, write
+from common import at_least_one, lab_of_replicas, refuse_unwritable, run_and_judge, show, write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import wingbeat
-from wingbeat.errors import LabError, UsageError
+from wingbeat.errors import LabError
 from wingbeat.strategies import parse
 from wingbeat_lab import lab
 from wingbeat_lab.bench.measure import Quantiles
@@ -121,9 +121,7 @@ def rows_of(args: argparse.Namespace) -> list[str]:
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Run the workers and the arbiter; return the missed limits."""
-    hosts = lab.LabSpec.parse(args.lab).hosts
-    if hosts < 2:
-        raise UsageError(f"--lab {args.lab}: allowed are two hosts or more; each is a replica")
+    hosts = lab_of_replicas(args.lab).hosts
     names = rows_of(args)
     for name in names[2:]:
         parse(name)

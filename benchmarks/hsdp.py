@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import at_least_one, refuse_unwritable, run_and_judge, show, write
+from common import at_least_one, lab_of_replicas, refuse_unwritable, run_and_judge, show, write
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import wingbeat
+from wingbeat.errors import LabError
 from wingbeat.strategies import parse
 from wingbeat_lab import lab
 from wingbeat_lab.bench.table import Printed
@@ -74,6 +75,7 @@ def main() -> int:
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     """Run the workers; return the missed limits."""
+    lab_of_replicas(args.lab)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         options = ["--iterations", str(args.iterations), "--rounds", str(args.rounds)]
@@ -85,7 +87,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
             env={"WINGBEAT_TOP": "off", "OMP_NUM_THREADS": "1"},
         )
         if ended.exit_code:
-            raise wingbeat.errors.LabError(f"a worker ended with exit code {ended.exit_code}")
+            raise LabError(f"{args.lab}: {ended.first_failure or ended.exit_code}")
         report |= json.loads(result.read_text(encoding="utf-8"))
     rows, first = report["rows"], report["rows"][REFERENCE]
     cells, missed = [], []

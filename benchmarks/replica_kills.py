@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import at_least_one, run_and_judge, show, write
+from common import at_least_one, at_least_two, run_and_judge, show, write
 from killing import (
     PATIENCE_S,
     Killer,
@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--row", default="localsgd:every=2", help="(localsgd:every=2)")
-    parser.add_argument("--replicas", type=at_least_one, default=3, help="(3)")
+    parser.add_argument("--replicas", type=at_least_two, default=3, help="(3)")
     parser.add_argument("--ranks", type=at_least_one, default=2, help="of a replica (2)")
     parser.add_argument("--kills", type=at_least_one, default=20, help="(20)")
     parser.add_argument("--seed", type=int, default=0, help="of whom and when (0)")

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import at_least_one, refuse_unwritable, run_and_judge, show, write
+from common import at_least_one, lab_of_replicas, refuse_unwritable, run_and_judge, show, write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -90,11 +90,9 @@ def main() -> int:
 
 def check(args: argparse.Namespace) -> lab.LabSpec:
     """Raise UsageError for invalid values; return the lab as it is built."""
-    spec, model = lab.LabSpec.parse(args.lab), models.parse(args.model, stretch=args.stretch)
+    spec, model = lab_of_replicas(args.lab), models.parse(args.model, stretch=args.stretch)
     if model.profile is None:
         raise UsageError(f"--model {args.model}: allowed are paced models, such as paced:resnet50")
-    if spec.hosts < 2:
-        raise UsageError(f"--lab {args.lab}: allowed are two hosts or more; each is a replica")
     if args.rows[0] != REFERENCE or len(args.rows) < 2:
         raise UsageError(f"--rows {' '.join(args.rows)}: {REFERENCE} must be first, and others too")
     for row in args.rows[1:]:

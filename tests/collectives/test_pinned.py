@@ -74,6 +74,14 @@ def test_threads_on_the_same_stream_each_return_to_their_own() -> None:
         list(threads.map(use, (True, False)))
 
 
+def test_stream_is_that_of_before_after_an_exception() -> None:
+    device = torch.device(accelerator.NAME, 0)
+    before = torch.accelerator.current_stream()
+    with pytest.raises(MemoryError), on_stream(torch.Stream(device)):
+        raise MemoryError
+    assert torch.accelerator.current_stream() == before
+
+
 class Done:
     """An operation that is done, or has failed."""
 

@@ -65,6 +65,7 @@ def _iterate(net: Net, optimizer: torch.optim.Optimizer, times: int = 1) -> None
         optimizer.step()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("strategy", [wingbeat.AllReduce(), wingbeat.DeAR()])
 def test_each_part_of_an_iteration_is_counted_where_it_belongs(strategy: Any) -> None:
     def train(world: World) -> dict[str, float]:
@@ -87,6 +88,7 @@ def test_each_part_of_an_iteration_is_counted_where_it_belongs(strategy: Any) ->
     assert fast["forward"] + fast["backward"] + fast["update"] < 3 * SLEEP_S
 
 
+@pytest.mark.alone
 def test_meter_under_no_sync_counts_forward_and_backward() -> None:
     def train(world: World) -> dict[str, float]:
         net, _, meter = _metered(world, wingbeat.AllReduce(), Net(SLEEP_S, 2 * SLEEP_S))
@@ -102,6 +104,7 @@ def test_meter_under_no_sync_counts_forward_and_backward() -> None:
     assert spent["other"] >= 3 * SLEEP_S
 
 
+@pytest.mark.alone
 def test_meter_during_evaluation_counts_no_forward() -> None:
     def train(world: World) -> dict[str, float]:
         net, optimizer, meter = _metered(world, wingbeat.DeAR(), Net())

@@ -76,7 +76,7 @@ def test_two_replicas_of_one_number_are_refused_on_all_of_their_ranks(
     job: Pool, stores: Stores
 ) -> None:
     ports, same = [each.port for each in stores[0]], [{"WINGBEAT_REPLICA": "0"}] * 4
-    errors = job.run(cases.joined, ports, stores[1].port, 4.0, same)
+    errors = job.run(cases.joined, ports, stores[1].port, 8.0, same)
     taken = [error for error in errors if re.search(TAKEN, error)]
     missing = [error for error in errors if re.search("rank 2 published nothing", error)]
     assert len(taken) in (2, 4), errors

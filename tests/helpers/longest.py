@@ -9,18 +9,13 @@ FILES = (
     "engine/test_mesh_averages.py",
     "integrations/test_lightning_page.py",
     "transport/test_rendezvous.py",
-    "transport/test_ipv6_lab.py",
-    "collectives/test_nccl.py",
     "engine/test_mesh_methods.py",
     "integrations/test_mesh_trainers.py",
-    "transport/test_incarnation.py",
-    "contracts/strategies/test_processes.py",
-    "contracts/groups/test_crowd.py",
-    "transport/test_graceful_shutdown.py",
     "integrations/test_lightning_uses.py",
-    "peers/test_ddp_suite.py",
+    "transport/test_graceful_shutdown.py",
 )
-"""Files of tests that take 10 s and more. Of four neighbours two at most start many processes."""
+"""Files that take a minute and more. Of four workers two have those of meshes, which start four
+processes each: with four such workers, other tests take ten times as long."""
 
 Item = TypeVar("Item")
 

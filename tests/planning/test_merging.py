@@ -528,19 +528,22 @@ def test_payload_bytes_equal_bytes_in_bucket(
     """``dense``: as if several ranks of a replica held these parameters."""
     wire = TopK(density=0.05, warmup=0, groups=groups, auto_disable=False)
 
-    def body(world: Any) -> tuple[float, int]:
+    def body(world: Any) -> tuple[float, int, bool]:
         strategy = wingbeat.OMGS(compression=wire, merge="one")
         layers = {"first": torch.nn.Linear(300, 200), "head": torch.nn.Linear(200, 300)}
         model = torch.nn.Sequential(OrderedDict(layers))
         wingbeat.distribute(model, sgd(model.parameters()), strategy, world=world)
+        made = engine(model)
+        parts = made.bucketing, made.compression, made.collectives
+        encoded_key = CostProbe(strategy, *parts).key()
         engine(model).compression.dense = frozenset(dense)
         model(torch.ones(2, 300)).sum().backward()
         [bucket] = engine(model).buckets
         encoded = engine(model).compression._encoded(bucket)
         room = encoded.coding.room(Span(0, bucket.flat.numel()))
-        made = engine(model)
-        parts = made.bucketing, made.compression, made.collectives
-        return sum(CostProbe(strategy, *parts)._payload_bytes()), room
+        probe = CostProbe(strategy, *parts)
+        return sum(probe._payload_bytes()), room, probe.key() == encoded_key
 
-    for planned, room in loopback.run(loopback.worlds(2), body):
+    for planned, room, same_key in loopback.run(loopback.worlds(2), body):
         assert planned == pytest.approx(room, rel=0.02)
+        assert same_key == (not dense)

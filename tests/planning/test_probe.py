@@ -105,6 +105,8 @@ def test_key_differs_for_model_cluster_and_wire() -> None:
         key_of(SPECS, 4, ["eth0", "eth1"], WIRE, "payload all-gather"),
         key_of(SPECS, 4, ["eth0"], compression.TopK(density=0.01), "payload all-gather"),
         key_of(SPECS, 4, ["eth0"], WIRE, "reduce-scatter"),
+        key_of(SPECS, 4, ["eth0"], WIRE, "payload all-gather", {SPECS[0].name}),
+        key_of(SPECS, 4, ["eth0"], WIRE, "payload all-gather", {SPECS[1].name}),
     ]
     assert all(other != key for other in others)
     assert key_of(on_gpu, 4, ["eth0"], "", "all-reduce") == key_of(

@@ -46,7 +46,7 @@ def run(spec: str) -> dict[int, list[str]]:
         spec,
         [sys.executable, "-c", SCRIPT],
         on_line=lambda rank, line: lines.setdefault(rank, []).append(line),
-        timeout=120,
+        timeout=165,
     )
     assert result.exit_code == 0, lines
     return lines

@@ -70,7 +70,7 @@ TRAINS = """if True:
     ("dscp", "queue"), [pytest.param(0, "be", marks=pytest.mark.slow), (46, "ef")]
 )
 def test_switches_that_honour_the_class_give_gradients_its_queue(dscp: int, queue: str) -> None:
-    result = lab.run("star:2@1gbit,prio=2", [sys.executable, "-c", TRAINS, str(dscp)], timeout=120)
+    result = lab.run("star:2@1gbit,prio=2", [sys.executable, "-c", TRAINS, str(dscp)], timeout=165)
     assert result.exit_code == 0
     out = result.stats.hosts["h0"]["eth0"].out
     other = "ef" if queue == "be" else "be"

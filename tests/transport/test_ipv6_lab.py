@@ -46,7 +46,7 @@ def test_all_interfaces_between_hosts_carry_gradients_and_server_messages() -> N
         "star:3x2@200mbit,ip=6",
         [sys.executable, "-c", SCRIPT],
         on_line=lambda rank, line: lines.setdefault(rank, []).append(line),
-        timeout=120,
+        timeout=165,
     )
     assert result.exit_code == 0, lines
     both, one = lines[0]

@@ -6,14 +6,18 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.transport import replica_jobs
+from wingbeat.transport import rendezvous, replica_jobs
 from wingbeat.transport.failures import LivenessListener
+from wingbeat.transport.rendezvous import claim_rank
 from wingbeat.transport.replica_jobs import Claim, Former, ReplicaSettings, TorchJob, settings_of
 from wingbeat.transport.torch_store import TorchStore
 
@@ -185,3 +189,24 @@ def test_store_verb_serves_until_it_is_terminated() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_claim_of_a_taken_rank_ends_before_other_ranks_stop_waiting_for_it() -> None:
+    store = TorchStore(dist.HashStore())
+    holder = LivenessListener("127.0.0.1")
+    timeout, claims, begun = 3.0, [], time.monotonic()
+
+    def exchange(_: str, own: Claim, __: type) -> list[Claim]:
+        claims.append(own)
+        return [own, Claim(Former.NONE)]
+
+    world: Any = SimpleNamespace(rank=2, timeout=timeout, store=store)
+    inside: Any = SimpleNamespace(exchange=exchange)
+    try:
+        claim_rank(store, 2, holder.address, 1.0, "")
+        with pytest.raises(RendezvousError, match="replica 1 cannot join: rank 2 is taken"):
+            rendezvous._claim_in_replica(world, SETTINGS._replace(host="127.0.0.1"), JOB, inside)
+        assert time.monotonic() - begun < 0.8 * timeout
+    finally:
+        holder.close()
+    assert "rank 2 is taken" in claims[0].error

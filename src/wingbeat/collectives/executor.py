@@ -116,14 +116,13 @@ def explain_loss(
     """
     if group is not None:
         where = f"{where} in {group}"
-    if lost.blocked_member is not None and not attribution.is_cycle(lost.peer):
-        lost.blocked_member = None
-    cause = (
-        attribution.root_cause(lost.peer) if lost.blocked_member is None else lost.blocked_member
-    )
+    blocked = lost.blocked_member
+    if blocked is not None and not attribution.is_cycle(lost.peer):
+        blocked = None
+    cause = attribution.root_cause(lost.peer) if blocked is None else blocked
     through = f", of replica {column.index(cause)}" if cause in column else ""
     through += "" if cause == lost.peer else f" (noticed through rank {lost.peer})"
-    if lost.blocked_member is None and attribution.has_finished(cause):
+    if blocked is None and attribution.has_finished(cause):
         return PeerError(_finished_text(rank, cause, where + through, group))
     if failure := attribution.failure(cause):
         return PeerError(
@@ -137,7 +136,7 @@ def explain_loss(
             f"it in {where} for {lost.seconds:.1f} s{through}: all {_EVERYONE[group is None]} must "
             f"make the same calls, in the same order ({lost.reason})"
         )
-    if group is not None and lost.blocked_member is not None:
+    if group is not None and blocked is not None:
         return PeerError(f"rank {rank}: {aborted_text(group, rank, cause, attribution)}")
     return PeerError(
         f"rank {rank}: rank {cause} failed during {where} "

@@ -493,10 +493,15 @@ def key_of(
     links: Sequence[str],
     wire: str | Coded,
     collective: str,
+    dense: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the key of a model on a cluster, as JSON values."""
+    """Return the key of a model on a cluster, as JSON values.
+
+    Parameters named in ``dense`` are not encoded.
+    """
     shapes = [
-        [spec.name, list(spec.shape), spec.dtype, spec.device.partition(":")[0]] for spec in specs
+        [spec.name, list(spec.shape), spec.dtype, spec.device.partition(":")[0], spec.name in dense]
+        for spec in specs
     ]
     return {
         "parameters": digest(shapes),

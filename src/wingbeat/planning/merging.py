@@ -117,7 +117,14 @@ class CostProbe:
         """Return the model and cluster for which a probe is valid."""
         world = self._collectives.world
         links = [link.name for link in world.links]
-        return key_of(self._bucketing.specs, world.size, links, self.wire, self.collective)
+        return key_of(
+            self._bucketing.specs,
+            world.size,
+            links,
+            self.wire,
+            self.collective,
+            self._compression.dense,
+        )
 
     def workload(self, found: Probe) -> Workload:
         """Return the profiled backward, with the bytes that travel; `UsageError` for others."""

@@ -407,8 +407,10 @@ def _claim_in_replica(
     assert isinstance(world.store, TorchStore)
     try:
         incarnation = _listen(world.rank, settings.host, replica_jobs.STORE)
+        # A rank that is free at once waits for this rank's claim for no longer than the timeout.
+        seconds = world.timeout / 2
         replaced = claim_rank(
-            *(world.store, world.rank, incarnation.address, world.timeout, settings.where),
+            *(world.store, world.rank, incarnation.address, seconds, settings.where),
             exiting_s=replica_jobs.EXITING_S,
             replicas=True,
         )

@@ -128,11 +128,7 @@ def _failure(ended: lab.RunResult, listener: Listener) -> WorkerError:
         return WorkerError("the bench was ended before its workers were done", ended.exit_code)
     lines = [line for line in listener.last.get(failure.rank, ()) if line.strip()]
     output = "".join(f"\n  {line}" for line in lines) or " no output"
-    return WorkerError(
-        f"rank {failure.rank} on {failure.host} ended with exit code {failure.code} after "
-        f"{failure.after:.1f} s; its last lines:{output}",
-        failure.code,
-    )
+    return WorkerError(f"{failure}; its last lines:{output}", failure.code)
 
 
 Events = dict[tuple[int, str], list[Event]]

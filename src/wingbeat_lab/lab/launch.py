@@ -130,6 +130,12 @@ class Failure:
     code: int
     after: float
 
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} on {self.host} ended with exit code {self.code} after "
+            f"{self.after:.1f} s"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class RunResult:

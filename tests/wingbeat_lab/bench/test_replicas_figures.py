@@ -1,4 +1,4 @@
-"""``benchmarks/{diloco,ripples}_replicas.py``: the arbiter, what is judged, what is refused."""
+"""``{diloco,ripples}_replicas.py``, ``replica_kills.py``: arbiter, judgement, refusals."""
 
 from __future__ import annotations
 
@@ -199,6 +199,20 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert named in refusal(ripples, words)
 
 
+@pytest.mark.parametrize("name", ["hsdp", "diloco_replicas"])
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [("star:1@1gbit", "two hosts or more"), ("ring:2", "unknown lab kind 'ring'")],
+)
+def test_labs_without_replicas_are_refused_before_anything_starts(
+    name: str, refusal: Refusal, spec: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with benchmark(name) as module:
+        if name == "diloco_replicas":
+            monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: True)
+        assert named in refusal(module, ["--lab", spec])
+
+
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -217,3 +231,19 @@ def test_hsdp_waits_for_the_slow_process_and_ripples_does_not(
         assert max(slowed) < 1 / found["sleep_s"]
     [(first, slow, last)] = found["turns"]["ripples"]["one slow"]
     assert min(first, last) > 1.5 * slow
+
+
+# -- kills ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["--replicas", "1"], ["--kills", "0"], ["--ranks", "x"]])
+def test_numbers_with_which_no_replica_can_return_are_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with benchmark("replica_kills") as module:
+        monkeypatch.setattr(sys, "argv", ["replica_kills.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            module.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {words[0]}: {words[1]!r}: allowed are whole numbers" in said
