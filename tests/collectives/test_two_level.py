@@ -91,6 +91,11 @@ def test_memory_of_buffers_that_nobody_waits_for_is_released_after_use(hosts: Po
 
 
 @needs_device
+def test_channel_is_closed_after_a_gather_that_has_begun(hosts: Pool) -> None:
+    hosts.run(cases.close_ends_after_a_gather_that_has_begun, deadline=DEADLINE)
+
+
+@needs_device
 def test_closed_channel_leaves_no_process_group(hosts: Pool) -> None:
     assert hosts.run(cases.groups_left, deadline=DEADLINE) == [0] * 4
 

@@ -24,9 +24,10 @@ from wingbeat.codecs.codec import Dense, SketchCodec
 from wingbeat.codecs.coding import Region
 from wingbeat.collectives import Collectives, Encoded
 from wingbeat.collectives.pinned import Copies, Pair
-from wingbeat.collectives.two_level import TwoLevel
+from wingbeat.collectives.two_level import TwoLevel, TwoLevelJob
 from wingbeat.errors import PeerError
 from wingbeat.transport import interfaces, tcp, world
+from wingbeat.transport.host_group import HostGroup
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 
@@ -240,6 +241,40 @@ def memory_is_released_after_use(seeds: range) -> None:
             assert time.monotonic() < until, (seed, what, coded)
         torch.accelerator.synchronize(DEVICE)  # or it raises
     channel.close()
+
+
+def close_ends_after_a_gather_that_has_begun() -> None:
+    """Other ranks of the host have agreed to it, and torch does not protect a group in use."""
+    rank = world.current().rank
+    channel, collectives = opened()
+    begun, proceed, closed = threading.Event(), threading.Event(), threading.Event()
+    gather, close = TwoLevel._gather_inside, HostGroup.close
+
+    def held(self: TwoLevel, job: TwoLevelJob) -> None:
+        begun.set()
+        assert proceed.wait(waiting.PATIENCE)
+        gather(self, job)
+
+    def noted(self: HostGroup) -> None:
+        closed.set()
+        close(self)
+
+    with (
+        mock.patch.object(TwoLevel, "_gather_inside", held),
+        mock.patch.object(HostGroup, "close", noted),
+    ):
+        buffer = late_copy(values(rank, 4))
+        handle = collectives.all_gather(buffer)
+        assert begun.wait(waiting.PATIENCE)
+        closing = threading.Thread(target=channel.close)
+        closing.start()
+        waiting.until(lambda: not channel._closers)
+        assert not closed.wait(0.1)
+        proceed.set()
+        handle.wait()
+        closing.join(waiting.PATIENCE)
+    assert closed.is_set()
+    assert buffer.tolist() == [float(values(peer, 4)[peer]) for peer in range(4)]
 
 
 def groups_left() -> int:

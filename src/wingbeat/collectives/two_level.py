@@ -174,7 +174,7 @@ class TwoLevel:
         self._broken = ""
         world.on_close(self._inside.close)
         world.on_close(between.close)
-        world.on_closed(group.close)
+        world.on_closed(lambda: self._close_group(world.timeout))
 
     def fits(self, what: str, buffer: torch.Tensor, wire: WireFormat | None) -> bool:
         """Whether a collective can be done on two levels: the same on all workers."""
@@ -234,6 +234,17 @@ class TwoLevel:
         for job in self._put_off:
             self._group_queue.start(lambda job=job: self._gather(job))  # type: ignore[misc]
         self._put_off = []
+
+    def _close_group(self, seconds: float) -> None:
+        """Destroy the group after the steps that other ranks of the host have agreed to do too.
+
+        The connections are closed, so a step that is not agreed on fails. Torch does not protect a
+        group that is destroyed while another thread begins a collective.
+        """
+        ended = OneShotEvent()
+        self._group_queue.start(ended.set)
+        if ended.wait(seconds):
+            self._group.close()
 
     # -- the group's thread ---------------------------------------------------------------
 
