@@ -282,7 +282,7 @@ def _layer(row: Any, where: str) -> ProfiledLayer:
         raise UsageError(f"profile {where}: must be a JSON object, is {_short(row)}")
     shapes = read_field(row, "parameters", dict, where)
     for name, shape in shapes.items():
-        sizes = shape if isinstance(shape, list) and shape else [0]
+        sizes = shape if isinstance(shape, list) else [0]
         fine = all(type(size) is int and 0 < size < _MOST for size in sizes)
         if "." in name or not fine or math.prod(sizes) >= _MOST:
             raise UsageError(

@@ -222,7 +222,8 @@ class PacedModel(nn.Module):
         self._clock = Clock()
         for layer in profile.layers:
             child = PacedLayer(layer, self._clock, factor=1.0 + 0.1 * rank, time_scale=time_scale)
-            self.add_module(layer.attribute, child)
+            taken = hasattr(self, layer.attribute)  # such as a layer that is called "profile"
+            self.add_module(f"{layer.attribute}_" if taken else layer.attribute, child)
 
     def forward(self, x: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Run the layers at their pace and return the loss; ``x`` is ignored."""
