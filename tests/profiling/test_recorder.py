@@ -40,11 +40,13 @@ class _Work(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, clock: Clock, ms: tuple[int, int]) -> Tensor:
         ctx.clock, ctx.ms = clock, ms
+        ctx.save_for_backward(x)
         clock.now += ms[0] / 1e3
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.saved_tensors  # a checkpoint computes them again
         ctx.clock.now += ctx.ms[1] / 1e3
         return grads[0], grads[0].sum().reshape(1), None, None
 
@@ -125,6 +127,11 @@ def test_layers_have_the_times_that_they_take(clock: Clock) -> None:
     assert found.typical.batch == 4
 
 
+def test_module_that_returns_its_input_takes_no_time_of_others(clock: Clock) -> None:
+    found = loop(nn.Sequential(Work(clock, 2, 3), nn.Identity())).layers
+    assert times(found) == {"0": (2, 3), "1": (0, 0)}
+
+
 def test_functional_code_belongs_to_the_next_module(clock: Clock) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -157,8 +164,7 @@ def test_checkpointed_module_is_computed_again_in_backward(clock: Clock) -> None
             kept = checkpoint(self.a, x.requires_grad_(), use_reentrant=self.reentrant)
             return self.b(kept)  # type: ignore[no-any-return]
 
-    assert times(loop(Net(False)).layers)["b"] == (5, 7)
-    assert times(loop(Net(False)).layers)["a"][0] == 2
+    assert times(loop(Net(False)).layers) == {"a": (2, 3 + 2), "b": (5, 7)}
     with pytest.raises(UsageError, match="use_reentrant=False"):
         loop(Net(True))
 
