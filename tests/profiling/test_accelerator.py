@@ -68,3 +68,31 @@ def test_marks_are_times_of_the_device_and_do_not_wait_for_it() -> None:
     found = {x.name: x for x in layers.layers_of(layers.typical(hooked), made.description)}
     whole = sum(x.forward_ms + x.backward_ms for x in found.values())
     assert found["long"].forward_ms + found["long"].backward_ms > 0.5 * whole
+
+
+def test_parameters_on_two_devices_are_refused() -> None:
+    accelerator.load().late_seed(0)
+    device = torch.device(accelerator.NAME, 0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    model[1].to(device)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = model[0], model[1]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x).to(device)).sum()  # type: ignore[no-any-return]
+
+    split, batch = Split(), torch.ones(4, 8)
+
+    def train() -> None:
+        while True:
+            split(batch).backward()
+            optimizer.step()
+
+    with Recorder(2, lambda _: None), pytest.raises(Stop) as stopped:
+        train()
+    text = str(stopped.value.error)
+    assert text.startswith("parameter second.weight is on late:0, others on cpu")
