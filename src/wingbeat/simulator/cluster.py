@@ -46,12 +46,16 @@ class Links:
 class Work:
     """Processor time of communication, in seconds.
 
-    The defaults are those of one core of a server CPU of 2023: over gloo, and for messages those of
-    "Messages" in ``docs/results.md`` (a round trip of 136 microseconds passes four ends; 3.91 GB/s
-    unencrypted, 1.65 GB/s encrypted).
+    The defaults are those of one core of a server CPU. Chunks: an awaited all-gather of 4 KB
+    between two processes, a chunk each way, took 13 microseconds, and one of 40 MB over TCP 9.2 to
+    10 ms of CPU time for 20 MB out and 20 MB in (2026-11-27). Messages: those of "Messages" in
+    ``docs/results.md`` (a round trip of 136 microseconds passes four ends; 3.91 GB/s unencrypted,
+    1.65 GB/s encrypted).
 
     Attributes:
         chunk_s: thread of a link, for each chunk sent or received.
+        wire_s_per_byte: the same, for each byte sent to another host or received from one. What
+            stays on a host takes the time of `wingbeat.simulator.network.LOCAL`, sums included.
         add_s_per_byte: the same thread, and a server, for each byte added to a sum.
         fill_s_per_byte: training thread, for each gradient byte copied into a bucket.
         update_s_per_byte: training thread, for each parameter byte updated.
@@ -63,7 +67,8 @@ class Work:
             size.
     """
 
-    chunk_s: float = 60e-6
+    chunk_s: float = 5e-6
+    wire_s_per_byte: float = 0.23e-9
     add_s_per_byte: float = 0.15e-9
     fill_s_per_byte: float = 0.1e-9
     update_s_per_byte: float = 0.4e-9

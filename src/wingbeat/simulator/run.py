@@ -28,7 +28,7 @@ from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work, coding_of
 from wingbeat.simulator.exchange import Exchange, SimulationContext, Waitable
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
-from wingbeat.simulator.network import LOCAL, Hosts, Network
+from wingbeat.simulator.network import LOCAL, Network, Wires
 from wingbeat.traits import KEPT
 from wingbeat.types import Layout
 
@@ -203,8 +203,8 @@ def simulate(
         links: network interfaces.
         work: cost of communication in processor time.
         slow: by rank, factor of a worker's compute times. Without it all workers act identically,
-            and only rank 0 is simulated, exchanging messages with itself; with servers all workers
-            are simulated.
+            and only those of the first host are simulated, exchanging messages among themselves;
+            with servers, or hosts of unequal numbers of workers, all workers are simulated.
         sleeps: by rank and iteration, counted from 1, seconds for which a worker sleeps before it;
             all workers are then simulated.
         iterations: number of iterations, at least 1.
@@ -223,11 +223,6 @@ def simulate(
         raise UsageError(f"simulate(workers={workers}, iterations={iterations}): 1 or more")
     if layout is not None and layout.workers != workers:
         raise UsageError(f"simulate(workers={workers}): layout has {layout.workers}; give as many")
-    if layout is not None and traffic is not None:
-        raise UsageError(
-            "simulate(layout=, traffic=): what shared interfaces send is not recorded; give one of "
-            "them"
-        )
     if not strategy.exchange.lockstep:
         raise UsageError(
             "simulate(): workers that make iterations of their own (Bounded, Canary) are another "
@@ -253,16 +248,17 @@ def simulate(
     agenda = Agenda()
     trace: list[Moment] = []
     buckets = buckets_of(model, strategy.plan.fusion())
-    network = Hosts(agenda, layout, links, local) if layout else Network(agenda, links, traffic)
+    layout = layout or Layout.even(workers, 1)
+    network = Network(agenda, Wires(layout, links, local), traffic)
     context = SimulationContext(
         strategy.topology,
-        layout or Layout.even(workers, 1),
+        layout,
         buckets,
         links,
         work,
         agenda,
         network,
-        alike=not slow and sleeps is None and layout is None,
+        alike=not slow and sleeps is None,
         traffic=traffic,
         coding=coding or coding_of(strategy.wire),
     )

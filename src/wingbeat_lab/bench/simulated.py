@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from wingbeat import simulator
 from wingbeat.errors import UsageError
+from wingbeat.types import Layout
 from wingbeat_lab import paced
 from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender
@@ -35,4 +36,5 @@ def median_s(checked: Checked, row: Contender) -> float:
         priorities=checked.lab.prio > 0,
     )
     model = paced.simulator_model(checked.model.profile, checked.model.stretch)
-    return simulator.simulate(model, row.strategy, checked.workers, links).median_s
+    layout = Layout.even(checked.lab.hosts, checked.config.per_host)
+    return simulator.simulate(model, row.strategy, checked.workers, links, layout=layout).median_s

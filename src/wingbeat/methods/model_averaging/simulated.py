@@ -17,7 +17,7 @@ from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.exchange import Collectives
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model
-from wingbeat.simulator.network import LOCAL, GroupNetwork, Hosts
+from wingbeat.simulator.network import LOCAL, GroupNetwork, Network, Wires
 from wingbeat.topologies import Ring
 from wingbeat.types import LayerPositions, Layout
 
@@ -134,7 +134,7 @@ class _Job:
         self.agenda = Agenda()
         self.model, self.rules, self.layout = model, rules, layout
         self.links, self.work, self.seed = links, work, seed
-        self.network = Hosts(self.agenda, layout, links, local)
+        self.network = Network(self.agenda, Wires(layout, links, local))
         self.numel = sum(tensor.numel for tensor in model.tensors)
         self.ends: list[float] = []
         self.groups: list[tuple[int, ...]] = []
