@@ -250,10 +250,13 @@ def test_one_worker_takes_its_own_time() -> None:
     [
         (lambda: run("allreduce", workers=0), "workers=0"),
         (lambda: run("dear", iterations=0), "iterations=0"),
-        (lambda: run("allreduce:compression=sketch"), "not simulated yet"),
-        (lambda: run("dear:shard_optimizer=true"), "not simulated yet"),
+        (lambda: run("dear:plan=merged"), "not simulated yet"),
+        (
+            lambda: run("allreduce:compression=sketch:share=0.5:total=9:auto_disable=false"),
+            "in a share of the iterations",
+        ),
         (lambda: run("canary"), "iterations of their own .Bounded, Canary. are another"),
-        (lambda: run("geryon:update=server"), 'update="server"\\) or measured merging are not'),
+        (lambda: run("geryon:update=server"), 'update="server"'),
         (lambda: Links(bytes_per_s=0.0), "bytes_per_s=0.0"),
         (lambda: Links(bytes_per_s=1.0, latency_s=-1.0), "latency_s=-1.0"),
         (lambda: Links(bytes_per_s=1.0, count=0), "count=0"),

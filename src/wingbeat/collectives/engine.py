@@ -31,6 +31,7 @@ from wingbeat.collectives.program import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     NATIVE_CHUNK_BYTES,
+    SMALL_GATHER_BYTES,
     compile_collective,
     least_message,
 )
@@ -44,11 +45,6 @@ from wingbeat.types import Span, blocks_of
 
 Blocks = tuple[Span, ...] | None
 """The contiguous span of a buffer that each worker owns, in order; None: nearly equal spans."""
-
-SMALL_GATHER_BYTES = 80 << 10
-"""Total payload size below which a gather uses doubling (Thakur, Rabenseifner and Gropp 2005,
-section 4.1; with 16 workers at 7.3 Mbit/s both took the same time at 64 KB).
-"""
 
 
 class Collectives:

@@ -58,6 +58,8 @@ class Work:
             stays on a host takes the time of `wingbeat.simulator.network.LOCAL`, sums included.
         add_s_per_byte: the same thread, and a server, for each byte added to a sum.
         fill_s_per_byte: training thread, for each gradient byte copied into a bucket.
+        codecs: factor of the seconds of codecs in collectives, which are those of one core
+            (`wingbeat.simulator.codecs`).
         update_s_per_byte: training thread, for each parameter byte updated.
         message_s: thread that pushes and pulls, and a server, for each message sent or received.
         message_s_per_byte: the same, for each byte sent or received.
@@ -71,6 +73,7 @@ class Work:
     wire_s_per_byte: float = 0.23e-9
     add_s_per_byte: float = 0.15e-9
     fill_s_per_byte: float = 0.1e-9
+    codecs: float = 1.0
     update_s_per_byte: float = 0.4e-9
     message_s: float = 30e-6
     message_s_per_byte: float = 0.25e-9

@@ -67,7 +67,8 @@ class Buckets:
 
     ``of`` is the bucket of each tensor, and ``forward`` has the buckets, first needed first.
     ``members`` and ``numel`` count tensors and elements by bucket, without padding and flags.
-    ``places`` has the positions among the layers, first needed first.
+    ``places`` has the positions among the layers, first needed first. ``parameters`` has the names
+    and shapes of each bucket.
     """
 
     of: tuple[int, ...]
@@ -76,6 +77,7 @@ class Buckets:
     forward: tuple[int, ...]
     fully_connected: tuple[bool, ...]
     places: LayerPositions
+    parameters: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
 
 
 def buckets_of(model: Model, fusion: Fusion) -> Buckets:
@@ -101,6 +103,10 @@ def buckets_of(model: Model, fusion: Fusion) -> Buckets:
         tuple(connected.issuperset(bucket.tensors) for bucket in plan.buckets),
         LayerPositions(
             tuple(min(layer_of[t] for t in plan.buckets[b].tensors) for b in forward), len(having)
+        ),
+        tuple(
+            tuple((model.tensors[t].name, model.tensors[t].shape) for t in bucket.tensors)
+            for bucket in plan.buckets
         ),
     )
 

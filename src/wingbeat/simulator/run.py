@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from wingbeat import schedules
+from wingbeat.compression import options_of
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
 from wingbeat.schedules.events import (
+    Announce,
+    Await,
     BackwardBegins,
     BackwardEnds,
     BucketReady,
+    Command,
     Event,
     ParametersNeeded,
+    Place,
     Planned,
     Schedule,
     Start,
     Step,
     StepCalled,
     Update,
+    UpdateOwn,
     Wait,
 )
-from wingbeat.simulator.agenda import Agenda
+from wingbeat.schedules.intents import Answer, Intent
+from wingbeat.simulator.agenda import Agenda, Busy, Cores
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work, coding_of
 from wingbeat.simulator.exchange import Exchange, SimulationContext, Waitable
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
@@ -45,7 +53,8 @@ RecordAction = Callable[[float, int, str, int], None]
 class Worker:
     """Runs iterations of forward, backward and step with its schedule.
 
-    ``slow`` is a factor of the layers' times.
+    ``slow`` is a factor of the layers' times, which need no processor of ``cores``. ``shards``:
+    each worker updates one of so many parts of a bucket; 0: all of it.
     """
 
     def __init__(
@@ -58,13 +67,16 @@ class Worker:
         work: Work,
         agenda: Agenda,
         record: RecordAction,
+        cores: Cores,
         slow: float = 1.0,
         sleeps: Sleeps = lambda _rank, _iteration: 0.0,
+        shards: int = 0,
     ) -> None:
         self._rank, self._model, self._buckets = rank, model, buckets
         self._schedule, self._exchange = schedule, exchange
         self._work, self._agenda, self._record = work, agenda, record
-        self._slow, self._sleeps = slow, sleeps
+        self._cores, self._slow, self._sleeps, self._shards = cores, slow, sleeps, shards
+        self._announced: tuple[Intent, frozenset[int], Sequence[Waitable]] | None = None
         self.ends: list[float] = []
         self._thread: Iterator[Pause] = iter(())
 
@@ -82,7 +94,11 @@ class Worker:
 
     def _advance(self) -> None:
         for pause in self._thread:
-            if isinstance(pause, (int, float)):
+            if isinstance(pause, Busy):
+                if pause > 0:
+                    self._cores.work(pause, self._advance)
+                    return
+            elif isinstance(pause, (int, float)):
                 if pause > 0:
                     self._agenda.at(self._agenda.now + pause, self._advance)
                     return
@@ -91,12 +107,15 @@ class Worker:
                 return
 
     def _train(self, iterations: int) -> Iterator[Pause]:
-        yield from self._notify(Planned(self._buckets.forward))
+        numbers = iter(range(sum(self._buckets.members)))
+        members = tuple(frozenset(islice(numbers, n)) for n in self._buckets.members)
+        used = frozenset().union(*members)
+        yield from self._notify(Planned(self._buckets.forward, members))
         for iteration in range(1, iterations + 1):
             yield self._sleeps(self._rank, iteration)
             yield from self._forward()
             yield from self._backward()
-            yield from self._notify(StepCalled())
+            yield from self._notify(StepCalled(used=used))
             self.ends.append(self._agenda.now)
         yield from self._notify(ParametersNeeded(self._buckets.forward))
 
@@ -120,7 +139,7 @@ class Worker:
                 if not begun:
                     begun = True
                     yield from self._notify(BackwardBegins())
-                yield numel * ITEMSIZE * self._work.fill_s_per_byte
+                yield Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
                 missing[self._buckets.of[tensor]] -= 1
                 while ready < len(missing) and missing[ready] == 0:
                     yield from self._notify(BucketReady(ready))
@@ -129,26 +148,49 @@ class Worker:
 
     def _notify(self, event: Event) -> Iterator[Pause]:
         """Perform the commands of the schedule for ``event``."""
-        for command in self._schedule.react(event):
-            match command:
-                case Start():
-                    self._start(command)
-                case Wait(bucket):
-                    yield from self._exchange.under_way(bucket)
-                case Update(bucket):
-                    self._record(self._agenda.now, self._rank, "update", bucket)
-                    yield self._update_s(self._buckets.numel[bucket])
-                case Step():
-                    self._record(self._agenda.now, self._rank, "step", -1)
-                    yield self._update_s(sum(self._buckets.numel))
+        commands, answer = self._schedule.react(event), None
+        while True:
+            try:
+                command = commands.send(answer)
+            except StopIteration:
+                return
+            answer = yield from self._perform(command)
 
-    def _update_s(self, numel: int) -> float:
-        return numel * ITEMSIZE * self._work.update_s_per_byte
+    def _perform(self, command: Command) -> Generator[Pause, None, Answer | None]:
+        match command:
+            case Start(operation, bucket, chained):
+                yield Busy(self._exchange.before_s(operation, bucket))
+                self._record(self._agenda.now, self._rank, operation.value, bucket)
+                self._exchange.start(operation, bucket, chained)
+            case Wait(bucket):
+                yield from self._exchange.under_way(bucket)
+                yield Busy(self._exchange.after_s(bucket))
+            case Update(bucket):
+                self._record(self._agenda.now, self._rank, "update", bucket)
+                numel = self._buckets.numel[bucket]
+                # A divided optimizer has updated them: gathered parameters are copied.
+                yield self._copy_s(numel) if self._shards else self._update_s(numel)
+            case UpdateOwn(bucket):
+                yield self._update_s(self._buckets.numel[bucket] / self._shards)
+            case Place(bucket):
+                yield self._copy_s(self._buckets.numel[bucket] / self._shards)
+            case Step():
+                self._record(self._agenda.now, self._rank, "step", -1)
+                yield self._update_s(sum(self._buckets.numel))
+            case Announce(intent, used):
+                self._announced = intent, used, self._exchange.announce()
+            case Await():
+                assert self._announced is not None, "an announcement comes first"
+                intent, used, rows = self._announced
+                yield from rows
+                return Answer((intent,) * self._shards, used)  # all workers do the same
+        return None
 
-    def _start(self, command: Start) -> None:
-        bucket = command.bucket
-        self._record(self._agenda.now, self._rank, command.operation.value, bucket)
-        self._exchange.start(command.operation, bucket, command.chained)
+    def _update_s(self, numel: float) -> Busy:
+        return Busy(numel * ITEMSIZE * self._work.update_s_per_byte)
+
+    def _copy_s(self, numel: float) -> Busy:
+        return Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
 
 
 Moment = tuple[float, int, str, int]
@@ -191,6 +233,7 @@ def simulate(
     layout: Layout | None = None,
     local: Links = LOCAL,
     coding: Coding | None = None,
+    cores: int | None = None,
 ) -> Run:
     """Train ``model`` for ``iterations`` iterations in virtual time.
 
@@ -198,7 +241,8 @@ def simulate(
 
     Args:
         model: layers and their times.
-        strategy: the strategy. Codecs are simulated for gradients to servers only.
+        strategy: the strategy. A codec is on, whatever its trial might decide, and after its
+            warm-up.
         workers: number of workers.
         links: network interfaces.
         work: cost of communication in processor time.
@@ -215,6 +259,8 @@ def simulate(
             reached without delay.
         coding: encoding of gradients to servers and its cost; by default the strategy's on one
             core.
+        cores: processors of each host, which the threads of its workers share; by default each
+            thread has its own. The model itself runs on a device.
 
     Raises:
         UsageError: a number is out of range, or the strategy cannot be simulated.
@@ -229,12 +275,16 @@ def simulate(
             "simulation: simulate_bounded()"
         )
     served = KEPT in strategy.exchange.has
-    coded, divides = strategy.wire and not served, strategy.update_part.divides
-    if coded or divides or strategy.plan.merging() is not None:
+    options = options_of(strategy.wire)
+    if strategy.update_part.on_servers or strategy.plan.merging() or options.ends_after is not None:
         raise UsageError(
-            "simulate(): strategies with a compression (but to servers), a divided optimizer "
-            '(shard_optimizer, update="server") or measured merging are not simulated yet; '
-            "simulate one without"
+            'simulate(): servers that update (update="server"), measured merging (plan="merged") '
+            "and a codec in a share of the iterations are not simulated yet; simulate one without"
+        )
+    if cores is not None and (cores < 1 or served):
+        raise UsageError(
+            f"simulate(cores={cores}): 1 or more, and not with servers, whose threads have "
+            "processors of their own; leave it out"
         )
     if coding is not None and not served:
         raise UsageError("simulate(coding=): it is how gradients travel to servers; leave it out")
@@ -244,7 +294,8 @@ def simulate(
             "simulator.Thresholds(...).tuned(), or threshold=NUMBER"
         )
     work = work or Work()
-    make = schedule or schedules.BY_NAME[strategy.schedule.machine]
+    machine = strategy.update_part.machine(strategy.schedule.machine)
+    make = schedule or schedules.BY_NAME[machine]
     agenda = Agenda()
     trace: list[Moment] = []
     buckets = buckets_of(model, strategy.plan.fusion())
@@ -260,7 +311,9 @@ def simulate(
         network,
         alike=not slow and sleeps is None,
         traffic=traffic,
-        coding=coding or coding_of(strategy.wire),
+        coding=coding or (coding_of(strategy.wire) if served else Coding()),
+        wire=strategy.wire,
+        cores=[Cores(agenda, cores) for _ in layout.hosts],
     )
     exchanges = strategy.exchange.build_simulated(context)
     simulated = [
@@ -273,8 +326,10 @@ def simulate(
             work,
             agenda,
             lambda *moment: trace.append(moment),
+            context.cores[layout.host_of[rank]],
             slow=(slow or {}).get(rank, 1.0),
             sleeps=sleeps or (lambda _rank, _iteration: 0.0),
+            shards=workers if strategy.update_part.shards else 0,
         )
         for rank, exchange in enumerate(exchanges.workers)
     ]

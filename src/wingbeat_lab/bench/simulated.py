@@ -36,5 +36,9 @@ def median_s(checked: Checked, row: Contender) -> float:
         priorities=checked.lab.prio > 0,
     )
     model = paced.simulator_model(checked.model.profile, checked.model.stretch)
+    # As `wingbeat_lab.bench.pace` slows codecs, but for the fixed part of each call.
+    work = simulator.Work(codecs=max(1.0, checked.model.stretch / checked.model.profile.scale))
     layout = Layout.even(checked.lab.hosts, checked.config.per_host)
-    return simulator.simulate(model, row.strategy, checked.workers, links, layout=layout).median_s
+    return simulator.simulate(
+        model, row.strategy, checked.workers, links, layout=layout, work=work
+    ).median_s

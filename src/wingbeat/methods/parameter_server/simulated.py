@@ -36,7 +36,7 @@ from wingbeat.planning.thresholds import (
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Coding, Links, Work
-from wingbeat.simulator.exchange import SimulatedExchanges, SimulationContext
+from wingbeat.simulator.exchange import Exchange, SimulatedExchanges, SimulationContext
 from wingbeat.simulator.interfaces import Interfaces
 from wingbeat.simulator.mailbox import LIMITS, Mailbox, Mailboxes
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
@@ -399,7 +399,7 @@ class SimulatedServer(SimulatedThread[Answer]):
 # -- the exchange ----------------------------------------------------------------------------
 
 
-class ServerExchange:
+class ServerExchange(Exchange):
     """One worker's pushes and pulls.
 
     ``rank`` seeds the random order of pulls. Servers are numbered after the ``workers``.
