@@ -250,7 +250,6 @@ def test_one_worker_takes_its_own_time() -> None:
     [
         (lambda: run("allreduce", workers=0), "workers=0"),
         (lambda: run("dear", iterations=0), "iterations=0"),
-        (lambda: run("dear:plan=merged"), "not simulated yet"),
         (
             lambda: run("allreduce:compression=sketch:share=0.5:total=9:auto_disable=false"),
             "in a share of the iterations",

@@ -2,8 +2,8 @@
 
 Sizes are those of the codecs that training uses. Seconds are for each byte of float32 on one core:
 of `Sketch` and `TopK` from ``docs/results/codecs.json`` (2026-11-26), of others the shortest of
-five calls, in CPU time, on the same machine (AMD EPYC, 2026-11-27): a cast of 32 MB, and low rank
-of a matrix of 2048 x 4096 at ranks 1 and 4.
+five calls, in CPU time, on the same machine (AMD EPYC, 2026-11-27): a cast of 32 MB, low rank of a
+matrix of 2048 x 4096 at ranks 1 and 4, and for each matrix a 50th of 50 of 64 x 64.
 """
 
 from __future__ import annotations
@@ -128,8 +128,11 @@ def packing_of(wire: str | Coded, parameters: Parameters) -> Packing | None:
     return Packing(codecs.Coding(list(regions(wire, parameters, _FINAL))))
 
 
-def factors_sent(wire: Coded, parameters: Parameters) -> FactorsSent:
-    """Return the factors of a bucket, whose codec is summed."""
+def factors_sent(wire: Coded, parameters: Parameters, factor: float) -> FactorsSent:
+    """Return the factors of a bucket, whose codec is summed.
+
+    ``factor`` applies to the seconds that grow with a matrix, not to those of each.
+    """
     beside = thin = wide = 0
     begin = between = end = 0.0
     for name, shape in parameters:
@@ -140,8 +143,8 @@ def factors_sent(wire: Coded, parameters: Parameters) -> FactorsSent:
             beside += numel
             continue
         thin, wide = thin + rank * rows, wide + rank * cols
-        nbytes = numel * ITEMSIZE
-        begin += nbytes * (0.120e-9 + 0.014e-9 * rank)
-        between += nbytes * (0.032e-9 + 0.029e-9 * rank)
-        end += nbytes * (0.026e-9 + 0.042e-9 * rank)
+        nbytes = factor * numel * ITEMSIZE
+        begin += nbytes * (0.120e-9 + 0.014e-9 * rank) + 13e-6
+        between += nbytes * (0.032e-9 + 0.029e-9 * rank) + 36e-6
+        end += nbytes * (0.026e-9 + 0.042e-9 * rank) + 43e-6
     return FactorsSent(beside + thin + 1, wide, begin, between, end)

@@ -303,7 +303,7 @@ class Collectives(Exchange):
         if self._wire_of(operation) == "":
             return 0.0
         if self._factored:
-            return self._factors(bucket).begin_s * self._codecs
+            return self._factors(bucket).begin_s
         if self._gathers(operation):
             return self._whole(bucket).encode * self._codecs
         return 0.0
@@ -347,7 +347,7 @@ class Collectives(Exchange):
 
     def _factors(self, bucket: int) -> FactorsSent:
         assert isinstance(self._wire, Coded)
-        return factors_sent(self._wire, self._buckets.parameters[bucket])
+        return factors_sent(self._wire, self._buckets.parameters[bucket], self._codecs)
 
     def _whole(self, bucket: int) -> Seconds:
         packing = self._packing(bucket)
@@ -416,14 +416,14 @@ class Collectives(Exchange):
     def _sum_factors(self, bucket: int) -> None:
         """Sum thin factors, compute the second ones in a thread of their own, and sum these."""
         sent, later = self._factors(bucket), Later(self._agenda)
-        self._last[bucket], self._after_s[bucket] = [later], sent.end_s * self._codecs
+        self._last[bucket], self._after_s[bucket] = [later], sent.end_s
         first, second = (self._padded(numel) * ITEMSIZE for numel in (sent.first, sent.second))
 
         def between() -> None:
             if not sent.second:
                 later.end()
                 return
-            self._cores.work(sent.between_s * self._codecs, summed)
+            self._cores.work(sent.between_s, summed)
 
         def summed() -> None:
             _when_all(self._start_bytes("all_reduce", second, self._second), later.end)

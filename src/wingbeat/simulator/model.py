@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from wingbeat.planning import plans
 from wingbeat.planning.plans import Measured
-from wingbeat.types import Fusion, LayerPositions, TensorSpec
+from wingbeat.types import Fusion, LayerPositions, Plan, TensorSpec
 
 ITEMSIZE = 4
 """Bytes of an element of a gradient."""
@@ -82,8 +82,12 @@ class Buckets:
 
 def buckets_of(model: Model, fusion: Fusion) -> Buckets:
     """Return the buckets that training would make by this rule."""
+    return planned_buckets(model, plans.make_plan(fusion, model.tensors, model.ready_order))
+
+
+def planned_buckets(model: Model, plan: Plan) -> Buckets:
+    """Return the buckets of a plan."""
     order = model.ready_order
-    plan = plans.make_plan(fusion, model.tensors, order)
     of = [0] * len(model.tensors)
     for number, bucket in enumerate(plan.buckets):
         for tensor in bucket.tensors:

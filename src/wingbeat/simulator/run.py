@@ -35,6 +35,7 @@ from wingbeat.schedules.intents import Answer, Intent
 from wingbeat.simulator.agenda import Agenda, Busy, Cores
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work, coding_of
 from wingbeat.simulator.exchange import Exchange, SimulationContext, Waitable
+from wingbeat.simulator.merging import merged_buckets
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
 from wingbeat.simulator.network import LOCAL, Network, Wires
 from wingbeat.traits import KEPT
@@ -193,6 +194,9 @@ class Worker:
         return Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
 
 
+_TRIED = 3
+"""Iterations of each plan of merged layers that is compared; the first does not count."""
+
 Moment = tuple[float, int, str, int]
 """Time, rank, action, and bucket (-1: none)."""
 
@@ -265,6 +269,39 @@ def simulate(
     Raises:
         UsageError: a number is out of range, or the strategy cannot be simulated.
     """
+    _check(strategy, workers, iterations, layout, coding, cores)
+    served = KEPT in strategy.exchange.has
+    job = _Job(
+        model,
+        strategy,
+        links,
+        local,
+        layout or Layout.even(workers, 1),
+        work or Work(),
+        coding or (coding_of(strategy.wire) if served else Coding()),
+        cores,
+        slow or {},
+        sleeps,
+        schedule,
+    )
+    if strategy.plan.merging() is None:
+        buckets = buckets_of(model, strategy.plan.fusion())
+    else:
+        buckets = merged_buckets(
+            model, strategy, job.prepare, lambda tried: job.train(tried, _TRIED).median_s
+        )
+    return job.train(buckets, iterations, traffic)
+
+
+def _check(
+    strategy: Strategy,
+    workers: int,
+    iterations: int,
+    layout: Layout | None,
+    coding: Coding | None,
+    cores: int | None,
+) -> None:
+    """Raise a `UsageError` for what `simulate` cannot do."""
     if workers < 1 or iterations < 1:
         raise UsageError(f"simulate(workers={workers}, iterations={iterations}): 1 or more")
     if layout is not None and layout.workers != workers:
@@ -276,10 +313,10 @@ def simulate(
         )
     served = KEPT in strategy.exchange.has
     options = options_of(strategy.wire)
-    if strategy.update_part.on_servers or strategy.plan.merging() or options.ends_after is not None:
+    if strategy.update_part.on_servers or options.ends_after is not None:
         raise UsageError(
-            'simulate(): servers that update (update="server"), measured merging (plan="merged") '
-            "and a codec in a share of the iterations are not simulated yet; simulate one without"
+            'simulate(): servers that update (update="server") and a codec in a share of the '
+            "iterations are not simulated yet; simulate one without"
         )
     if cores is not None and (cores < 1 or served):
         raise UsageError(
@@ -293,52 +330,72 @@ def simulate(
             "simulate(): thresholds are not tuned within a run; use "
             "simulator.Thresholds(...).tuned(), or threshold=NUMBER"
         )
-    work = work or Work()
-    machine = strategy.update_part.machine(strategy.schedule.machine)
-    make = schedule or schedules.BY_NAME[machine]
-    agenda = Agenda()
-    trace: list[Moment] = []
-    buckets = buckets_of(model, strategy.plan.fusion())
-    layout = layout or Layout.even(workers, 1)
-    network = Network(agenda, Wires(layout, links, local), traffic)
-    context = SimulationContext(
-        strategy.topology,
-        layout,
-        buckets,
-        links,
-        work,
-        agenda,
-        network,
-        alike=not slow and sleeps is None,
-        traffic=traffic,
-        coding=coding or (coding_of(strategy.wire) if served else Coding()),
-        wire=strategy.wire,
-        cores=[Cores(agenda, cores) for _ in layout.hosts],
-    )
-    exchanges = strategy.exchange.build_simulated(context)
-    simulated = [
-        Worker(
-            rank,
-            model,
+
+
+@dataclass(frozen=True)
+class _Job:
+    model: Model
+    strategy: Strategy
+    links: Links
+    local: Links
+    layout: Layout
+    work: Work
+    coding: Coding
+    cores: int | None
+    slow: Mapping[int, float]
+    sleeps: Sleeps | None
+    schedule: Callable[[], Schedule] | None
+
+    def prepare(
+        self, agenda: Agenda, buckets: Buckets, traffic: Traffic | None = None
+    ) -> SimulationContext:
+        """Return a new cluster, on which nothing has begun."""
+        return SimulationContext(
+            self.strategy.topology,
+            self.layout,
             buckets,
-            make(),
-            exchange,
-            work,
+            self.links,
+            self.work,
             agenda,
-            lambda *moment: trace.append(moment),
-            context.cores[layout.host_of[rank]],
-            slow=(slow or {}).get(rank, 1.0),
-            sleeps=sleeps or (lambda _rank, _iteration: 0.0),
-            shards=workers if strategy.update_part.shards else 0,
+            Network(agenda, Wires(self.layout, self.links, self.local), traffic),
+            alike=not self.slow and self.sleeps is None,
+            traffic=traffic,
+            coding=self.coding,
+            wire=self.strategy.wire,
+            cores=[Cores(agenda, self.cores) for _ in self.layout.hosts],
         )
-        for rank, exchange in enumerate(exchanges.workers)
-    ]
-    for worker in simulated:
-        worker.begin(iterations)
-    agenda.run()
-    for worker in simulated:
-        worker.check_finished(iterations)
-    ends = [0.0, *simulated[0].ends]
-    spans = tuple(b - a for a, b in itertools.pairwise(ends))
-    mailboxes = exchanges.mailboxes
-    return Run(spans, tuple(trace), mailboxes.repeated if mailboxes else 0)
+
+    def train(self, buckets: Buckets, iterations: int, traffic: Traffic | None = None) -> Run:
+        """Simulate so many iterations on a new cluster."""
+        agenda, trace = Agenda(), list[Moment]()
+        context = self.prepare(agenda, buckets, traffic)
+        exchanges = self.strategy.exchange.build_simulated(context)
+        update = self.strategy.update_part
+        machine = update.machine(self.strategy.schedule.machine)
+        make = self.schedule or schedules.BY_NAME[machine]
+        simulated = [
+            Worker(
+                rank,
+                self.model,
+                buckets,
+                make(),
+                exchange,
+                self.work,
+                agenda,
+                lambda *moment: trace.append(moment),
+                context.cores[self.layout.host_of[rank]],
+                slow=self.slow.get(rank, 1.0),
+                sleeps=self.sleeps or (lambda _rank, _iteration: 0.0),
+                shards=self.layout.workers if update.shards else 0,
+            )
+            for rank, exchange in enumerate(exchanges.workers)
+        ]
+        for worker in simulated:
+            worker.begin(iterations)
+        agenda.run()
+        for worker in simulated:
+            worker.check_finished(iterations)
+        ends = [0.0, *simulated[0].ends]
+        spans = tuple(b - a for a, b in itertools.pairwise(ends))
+        mailboxes = exchanges.mailboxes
+        return Run(spans, tuple(trace), mailboxes.repeated if mailboxes else 0)
