@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
@@ -29,6 +29,7 @@ from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda, Cores
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
 from wingbeat.simulator.codecs import FactorsSent, Packing, Seconds, factors_sent, packing_of
+from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.network import Carrier, Key
 from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring
@@ -511,6 +512,10 @@ class SimulationContext:
     ``topology`` is the name of the strategy's, ``wire`` its encoding of gradients. ``alike``: all
     workers and links are. ``traffic`` and ``coding`` are those of `wingbeat.simulator.simulate`.
     ``cores`` are the processors of each host.
+
+    Where workers are replicas of several processes, ``column`` is the number of the processes of
+    this exchange in their replicas, and ``columns`` the number of processes of each; ``ports``
+    carry the messages of all columns.
     """
 
     topology: str
@@ -525,6 +530,9 @@ class SimulationContext:
     coding: Coding
     wire: str | Coded
     cores: Sequence[Cores]
+    ports: Ports = field(default_factory=lambda: Ports({}, {}))
+    column: int = 0
+    columns: int = 1
 
     def collectives(self) -> SimulatedExchanges:
         """Return collectives along the topology."""

@@ -48,12 +48,16 @@ def bcube(cube: BCube) -> Paths:
 
 
 class Stream(NamedTuple):
-    """One direction of a connection; frames arrive in order. Urgency 0 is the most urgent class."""
+    """One direction of a connection; frames arrive in order. Urgency 0 is the most urgent class.
+
+    Processes of different ``column`` are different ones.
+    """
 
     source: int
     target: int
     urgency: int
     link: int = 0
+    column: int = 0
 
 
 Action = Callable[[], None]
@@ -148,12 +152,20 @@ class Port:
         self._serve()
 
 
+class Ports(NamedTuple):
+    """The ports of all hosts: from each interface to its switch, and from there to it."""
+
+    out: dict[Side, Port]
+    into: dict[Side, Port]
+
+
 class Interfaces:
     """Interfaces of each host, on switches limited only at their ports towards a host.
 
     A quantum begins to arrive one latency after it begins to leave, if the receiver's port is free.
     All processes of a host share its ports, and traffic within a host is free. Without ``paths`` a
-    frame uses the interfaces of its stream's link. Hosts forward by quanta.
+    frame uses the interfaces of its stream's link. Hosts forward by quanta. Interfaces of several
+    columns of processes, which exchange nothing, share ``ports``.
     """
 
     def __init__(
@@ -163,17 +175,20 @@ class Interfaces:
         host: Callable[[int], int],
         paths: Paths | None = None,
         traffic: Traffic | None = None,
+        ports: Ports | None = None,
+        column: int = 0,
     ) -> None:
         self._agenda, self._links = agenda, links
         self._host, self._paths, self._traffic = host, paths, traffic
-        self._out: dict[Side, Port] = {}
-        self._in: dict[Side, Port] = {}
+        self._out, self._in = ports or Ports({}, {})
+        self._column = column
 
     def carry(self, stream: Stream, nbytes: int, arrived: Action) -> None:
         """Carry a frame after those of the same stream; call ``arrived`` at its end.
 
         Several paths carry equal shares of it.
         """
+        stream = stream._replace(column=self._column)
         source, target = self._host(stream.source), self._host(stream.target)
         if source == target:
             self._agenda.at(self._agenda.now, arrived)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wingbeat.planning import plans
 from wingbeat.planning.plans import Measured
@@ -112,6 +112,33 @@ def planned_buckets(model: Model, plan: Plan) -> Buckets:
             tuple((model.tensors[t].name, model.tensors[t].shape) for t in bucket.tensors)
             for bucket in plan.buckets
         ),
+    )
+
+
+def shard_of(model: Model, processes: int) -> Model:
+    """Return what a process has of a model that FSDP2 divides: rows of each parameter."""
+    if processes == 1:
+        return model
+    shards = (
+        replace(tensor, shape=(-(-tensor.shape[0] // processes), *tensor.shape[1:]))
+        if tensor.shape
+        else tensor
+        for tensor in model.tensors
+    )
+    return replace(model, tensors=tuple(shards))
+
+
+def layers_of(model: Model) -> Buckets:
+    """Return a bucket for each layer, also for those without parameters."""
+    numbers = range(len(model.layers))
+    of = {t: number for number in numbers for t in model.layers[number].tensors}
+    return Buckets(
+        tuple(of[t] for t in sorted(of)),
+        tuple(len(layer.tensors) for layer in model.layers),
+        tuple(_numel(model, layer.tensors) for layer in model.layers),
+        tuple(numbers),
+        (False,) * len(numbers),
+        LayerPositions(tuple(numbers), len(numbers)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from wingbeat import schedules
@@ -20,6 +20,7 @@ from wingbeat.schedules.events import (
     BucketReady,
     Command,
     Event,
+    Operation,
     ParametersNeeded,
     Place,
     Planned,
@@ -34,10 +35,11 @@ from wingbeat.schedules.events import (
 from wingbeat.schedules.intents import Answer, Intent
 from wingbeat.simulator.agenda import Agenda, Busy, Cores
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work, coding_of
-from wingbeat.simulator.exchange import Exchange, SimulationContext, Waitable
+from wingbeat.simulator.exchange import Collectives, Exchange, SimulationContext, Waitable
 from wingbeat.simulator.merging import merged_buckets
-from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
-from wingbeat.simulator.network import LOCAL, Network, Wires
+from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of, layers_of, shard_of
+from wingbeat.simulator.network import LOCAL, GroupNetwork, Network, Wires
+from wingbeat.topologies import Ring
 from wingbeat.traits import KEPT
 from wingbeat.types import Layout
 
@@ -55,7 +57,8 @@ class Worker:
     """Runs iterations of forward, backward and step with its schedule.
 
     ``slow`` is a factor of the layers' times, which need no processor of ``cores``. ``shards``:
-    each worker updates one of so many parts of a bucket; 0: all of it.
+    each worker updates one of so many parts of a bucket; 0: all of it. ``inside`` exchanges the
+    layers, by number, with the other processes of a replica.
     """
 
     def __init__(
@@ -72,11 +75,13 @@ class Worker:
         slow: float = 1.0,
         sleeps: Sleeps = lambda _rank, _iteration: 0.0,
         shards: int = 0,
+        inside: Exchange | None = None,
     ) -> None:
         self._rank, self._model, self._buckets = rank, model, buckets
         self._schedule, self._exchange = schedule, exchange
         self._work, self._agenda, self._record = work, agenda, record
         self._cores, self._slow, self._sleeps, self._shards = cores, slow, sleeps, shards
+        self._inside = inside
         self._announced: tuple[Intent, frozenset[int], Sequence[Waitable]] | None = None
         self.ends: list[float] = []
         self._thread: Iterator[Pause] = iter(())
@@ -121,31 +126,48 @@ class Worker:
         yield from self._notify(ParametersNeeded(self._buckets.forward))
 
     def _forward(self) -> Iterator[Pause]:
-        for layer in self._model.layers:
+        for number, layer in enumerate(self._model.layers):
             if layer.tensors:
                 needed = dict.fromkeys(self._buckets.of[t] for t in layer.tensors)
                 yield from self._notify(ParametersNeeded(tuple(needed)))
+                yield from self._gather_inside(number)
             yield layer.forward_s * self._slow
 
     def _backward(self) -> Iterator[Pause]:
-        missing = list(self._buckets.members)
-        ready, begun = 0, False
-        for layer in reversed(self._model.layers):
+        self._missing, self._ready, self._begun = list(self._buckets.members), 0, False
+        last = len(self._model.layers) - 1
+        for number, layer in zip(range(last, -1, -1), reversed(self._model.layers), strict=True):
             sizes = {t: self._model.tensors[t].numel for t in reversed(layer.tensors)}
             seconds = layer.backward_s * self._slow
-            if not sizes:
+            if not sizes or self._inside is not None:
+                if sizes:
+                    yield from self._gather_inside(number)
                 yield seconds
+                seconds = 0.0
+            if sizes and self._inside is not None:
+                self._inside.start(Operation.REDUCE_SCATTER, number, chained=False)
+                yield from self._inside.under_way(number)
             for tensor, numel in sizes.items():
                 yield seconds * numel / sum(sizes.values())
-                if not begun:
-                    begun = True
-                    yield from self._notify(BackwardBegins())
-                yield Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
-                missing[self._buckets.of[tensor]] -= 1
-                while ready < len(missing) and missing[ready] == 0:
-                    yield from self._notify(BucketReady(ready))
-                    ready += 1
+                yield from self._filled(tensor, numel)
         yield from self._notify(BackwardEnds())
+
+    def _filled(self, tensor: int, numel: int) -> Iterator[Pause]:
+        """Copy a gradient into its bucket."""
+        if not self._begun:
+            self._begun = True
+            yield from self._notify(BackwardBegins())
+        yield Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
+        self._missing[self._buckets.of[tensor]] -= 1
+        while self._ready < len(self._missing) and self._missing[self._ready] == 0:
+            yield from self._notify(BucketReady(self._ready))
+            self._ready += 1
+
+    def _gather_inside(self, layer: int) -> Iterator[Pause]:
+        """Gather the parameters of a layer from the other processes of the replica."""
+        if self._inside is not None:
+            self._inside.start(Operation.ALL_GATHER, layer, chained=False)
+            yield from self._inside.under_way(layer)
 
     def _notify(self, event: Event) -> Iterator[Pause]:
         """Perform the commands of the schedule for ``event``."""
@@ -238,6 +260,7 @@ def simulate(
     local: Links = LOCAL,
     coding: Coding | None = None,
     cores: int | None = None,
+    inside: int = 1,
 ) -> Run:
     """Train ``model`` for ``iterations`` iterations in virtual time.
 
@@ -265,11 +288,20 @@ def simulate(
             core.
         cores: processors of each host, which the threads of its workers share; by default each
             thread has its own. The model itself runs on a device.
+        inside: processes of each worker, which is then a replica with a host of its own, divided by
+            FSDP2: each layer is gathered by ``local`` before its forward and before its backward,
+            and its gradients are reduced after it, without overlap with computation. Each process
+            exchanges its shards with those of the same number in the other replicas. Ranks are
+            numbered host by host.
 
     Raises:
         UsageError: a number is out of range, or the strategy cannot be simulated.
     """
     _check(strategy, workers, iterations, layout, coding, cores)
+    if inside < 1 or (inside > 1 and layout is not None):
+        raise UsageError(
+            f"simulate(inside={inside}): 1 or more, and without layout=, as each replica has a host"
+        )
     served = KEPT in strategy.exchange.has
     job = _Job(
         model,
@@ -283,12 +315,14 @@ def simulate(
         slow or {},
         sleeps,
         schedule,
+        inside,
     )
+    divided = shard_of(model, inside)
     if strategy.plan.merging() is None:
-        buckets = buckets_of(model, strategy.plan.fusion())
+        buckets = buckets_of(divided, strategy.plan.fusion())
     else:
         buckets = merged_buckets(
-            model, strategy, job.prepare, lambda tried: job.train(tried, _TRIED).median_s
+            divided, strategy, job.prepare, lambda tried: job.train(tried, _TRIED).median_s
         )
     return job.train(buckets, iterations, traffic)
 
@@ -345,50 +379,22 @@ class _Job:
     slow: Mapping[int, float]
     sleeps: Sleeps | None
     schedule: Callable[[], Schedule] | None
+    inside: int
 
-    def prepare(
-        self, agenda: Agenda, buckets: Buckets, traffic: Traffic | None = None
-    ) -> SimulationContext:
-        """Return a new cluster, on which nothing has begun."""
-        return SimulationContext(
-            self.strategy.topology,
-            self.layout,
-            buckets,
-            self.links,
-            self.work,
-            agenda,
-            Network(agenda, Wires(self.layout, self.links, self.local), traffic),
-            alike=not self.slow and self.sleeps is None,
-            traffic=traffic,
-            coding=self.coding,
-            wire=self.strategy.wire,
-            cores=[Cores(agenda, self.cores) for _ in self.layout.hosts],
-        )
+    def prepare(self, agenda: Agenda, buckets: Buckets) -> SimulationContext:
+        """Return a new cluster, on which nothing has begun: one column, if replicas have some."""
+        return self._columns(agenda, buckets, self._network(agenda, None), None)[0]
 
     def train(self, buckets: Buckets, iterations: int, traffic: Traffic | None = None) -> Run:
         """Simulate so many iterations on a new cluster."""
         agenda, trace = Agenda(), list[Moment]()
-        context = self.prepare(agenda, buckets, traffic)
-        exchanges = self.strategy.exchange.build_simulated(context)
-        update = self.strategy.update_part
-        machine = update.machine(self.strategy.schedule.machine)
-        make = self.schedule or schedules.BY_NAME[machine]
+        network = self._network(agenda, traffic)
+        columns = self._columns(agenda, buckets, network, traffic)
+        built = [self.strategy.exchange.build_simulated(each) for each in columns]
         simulated = [
-            Worker(
-                rank,
-                self.model,
-                buckets,
-                make(),
-                exchange,
-                self.work,
-                agenda,
-                lambda *moment: trace.append(moment),
-                context.cores[self.layout.host_of[rank]],
-                slow=self.slow.get(rank, 1.0),
-                sleeps=self.sleeps or (lambda _rank, _iteration: 0.0),
-                shards=self.layout.workers if update.shards else 0,
-            )
-            for rank, exchange in enumerate(exchanges.workers)
+            self._worker(rank, column, buckets, exchange, network, context, trace)
+            for rank, exchanges in enumerate(zip(*(each.workers for each in built), strict=True))
+            for column, (exchange, context) in enumerate(zip(exchanges, columns, strict=True))
         ]
         for worker in simulated:
             worker.begin(iterations)
@@ -397,5 +403,87 @@ class _Job:
             worker.check_finished(iterations)
         ends = [0.0, *simulated[0].ends]
         spans = tuple(b - a for a, b in itertools.pairwise(ends))
-        mailboxes = exchanges.mailboxes
-        return Run(spans, tuple(trace), mailboxes.repeated if mailboxes else 0)
+        repeated = sum(each.mailboxes.repeated for each in built if each.mailboxes)
+        return Run(spans, tuple(trace), repeated)
+
+    def _network(self, agenda: Agenda, traffic: Traffic | None) -> Network:
+        layout = self.layout
+        if self.inside > 1:
+            layout = Layout.even(layout.workers, self.inside)
+        return Network(agenda, Wires(layout, self.links, self.local), traffic)
+
+    def _columns(
+        self, agenda: Agenda, buckets: Buckets, network: Network, traffic: Traffic | None
+    ) -> list[SimulationContext]:
+        """Return the workers, or those processes of each that exchange with each other."""
+        whole = SimulationContext(
+            self.strategy.topology,
+            self.layout,
+            buckets,
+            self.links,
+            self.work,
+            agenda,
+            network,
+            alike=not self.slow and self.sleeps is None,
+            traffic=traffic,
+            coding=self.coding,
+            wire=self.strategy.wire,
+            cores=[Cores(agenda, self.cores) for _ in self.layout.hosts],
+            columns=self.inside,
+        )
+        if self.inside == 1:
+            return [whole]
+        replicas = range(self.layout.workers)
+        return [
+            replace(
+                whole,
+                network=GroupNetwork(
+                    network, f"column {column}", [r * self.inside + column for r in replicas]
+                ),
+                column=column,
+            )
+            for column in range(self.inside)
+        ]
+
+    def _worker(
+        self,
+        number: int,
+        column: int,
+        buckets: Buckets,
+        exchange: Exchange,
+        network: Network,
+        context: SimulationContext,
+        trace: list[Moment],
+    ) -> Worker:
+        rank = number * self.inside + column
+        update = self.strategy.update_part
+        machine = update.machine(self.strategy.schedule.machine)
+        make = self.schedule or schedules.BY_NAME[machine]
+        inside = None
+        if self.inside > 1:
+            members = range(number * self.inside, (number + 1) * self.inside)
+            inside = Collectives(
+                column,
+                self.inside,
+                layers_of(self.model),
+                Ring(),
+                replace(self.links, count=1),
+                self.work,
+                context.agenda,
+                GroupNetwork(network, "inside", members),
+            )
+        return Worker(
+            rank,
+            shard_of(self.model, self.inside),
+            buckets,
+            make(),
+            exchange,
+            self.work,
+            context.agenda,
+            lambda *moment: trace.append(moment),
+            context.cores[self.layout.host_of[number]],
+            slow=self.slow.get(rank, 1.0),
+            sleeps=self.sleeps or (lambda _rank, _iteration: 0.0),
+            shards=self.layout.workers if update.shards else 0,
+            inside=inside,
+        )
