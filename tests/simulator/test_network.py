@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.amounts import examples
+from wingbeat.errors import UsageError
 from wingbeat.simulator import Links
 from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.interfaces import Interfaces, Stream
 from wingbeat.simulator.network import Network, Wires
 from wingbeat.types import Layout
 
@@ -174,3 +176,48 @@ def test_shares_are_those_of_water_filling(flows: list[tuple[float, int, int, in
             _, source, target, nbytes = waiting.pop(0)
             left[source, target] = nbytes
     assert found == pytest.approx(ends, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("links", "seconds"),
+    [
+        ({}, [2.0 + 0.5] * 2),
+        ({"rates": {3: 25.0}}, [2.0 + 0.5, 8.0 + 0.5]),
+        ({"rates": {(1, 0): 50.0}}, [2.0 + 0.5, 4.0 + 0.5]),
+        ({"rates": {(1, 1): 50.0}}, [2.0 + 0.5] * 2),
+        ({"latencies": {0: 2.5}}, [2.0 + 1.5, 2.0 + 0.5]),
+        ({"leaf": 2, "trunk_bytes_per_s": 100.0}, [4.0 + 1.0] * 2),
+        ({"leaf": 2, "trunk_bytes_per_s": 200.0}, [2.0 + 1.0] * 2),
+        ({"leaf": 4, "trunk_bytes_per_s": 1.0}, [2.0 + 0.5] * 2),
+    ],
+)
+@pytest.mark.parametrize("messages", [False, True])
+def test_hosts_and_switches_that_differ(links: dict, seconds: list[float], messages: bool) -> None:
+    """From 0 to 2 and from 1 to 3, 200 bytes each: two hosts on each leaf switch, if any."""
+    made = Links(bytes_per_s=100.0, latency_s=0.5, quantum=1, **links)
+    agenda, ended = Agenda(), dict[int, float]()
+    network = Network(agenda, Wires(Layout.even(4, 1), made))
+    interfaces = Interfaces(agenda, made, lambda number: number)
+    for source in (0, 1):
+        key = (source, source + 2, "chunk")
+
+        def arrived(source: int = source) -> None:
+            ended[source] = agenda.now
+
+        if messages:
+            interfaces.carry(Stream(source, source + 2, 0), 200, arrived)
+        else:
+            network.announce(key)
+            network.send(key, (source, 0), (source + 2, 0), 200)
+            network.receive(key, arrived)
+    agenda.run()
+    assert [ended[0], ended[1]] == pytest.approx(seconds, abs=0.08)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rates": {1: 0.0}}, {"latencies": {1: -1.0}}, {"leaf": -1}, {"trunk_bytes_per_s": 0.0}],
+)
+def test_links_that_nobody_has_are_refused(wrong: dict) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        Links(bytes_per_s=1.0, **wrong)

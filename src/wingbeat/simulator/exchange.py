@@ -278,6 +278,7 @@ class Collectives(Exchange):
         *,
         wire: str | Coded = "",
         mesh: Topology | None = None,
+        hosts: int = 0,
         cores: Cores | None = None,
     ) -> None:
         self._rank, self._workers, self._buckets = rank, workers, buckets
@@ -285,7 +286,7 @@ class Collectives(Exchange):
         self._wire, self._codecs = wire, work.codecs
         self._agenda, self._cores = agenda, cores or Cores(agenda)
         self._decoding: deque[tuple[float, Later]] = deque()
-        self._speeds = (links.bytes_per_s,) * links.count
+        self._speeds = links.speeds(hosts or workers)
         ring = isinstance(topology, Ring | Hierarchical) and not getattr(topology, "direct", False)
         self._direct = ring and workers <= DIRECT_RANKS
         # The second sums of factors travel in a channel of their own.
@@ -558,6 +559,7 @@ class SimulationContext:
                     alike,
                     wire=self.wire,
                     mesh=mesh,
+                    hosts=len(self.layout.hosts),
                     cores=self.cores[self.layout.host_of[rank]],
                 )
                 for rank in range(period or workers)

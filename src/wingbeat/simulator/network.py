@@ -75,14 +75,22 @@ class Wires:
         """Return the route between interfaces of two workers."""
         if near:
             return Route((("near out", *source), ("near in", *target)), self._local.latency_s)
-        (worker, out), (other, into) = source, target
-        ports = ("out", self._host_of[worker], out), ("in", self._host_of[other], into)
-        return Route(ports, self._links.latency_s)
+        links, (worker, out), (other, into) = self._links, source, target
+        here, there = self._host_of[worker], self._host_of[other]
+        ports: tuple[Hashable, ...] = (("out", here, out), ("in", there, into))
+        if links.crosses(here, there):
+            trunks = ("up", here // links.leaf, out), ("down", there // links.leaf, into)
+            ports = (ports[0], *trunks, ports[1])
+        return Route(ports, links.latency(here, there))
 
     def bytes_per_s(self, port: Hashable) -> float:
         """Return the rate of a port."""
-        near = cast(tuple[str, int, int], port)[0].startswith("near")
-        return (self._local if near else self._links).bytes_per_s
+        kind, number, link = cast(tuple[str, int, int], port)
+        if kind.startswith("near"):
+            return self._local.bytes_per_s
+        if kind in ("up", "down"):
+            return self._links.trunk_bytes_per_s
+        return self._links.rate(number, link)
 
 
 class Network:

@@ -424,7 +424,7 @@ class _Job:
             self.work,
             agenda,
             network,
-            alike=not self.slow and self.sleeps is None,
+            alike=not self.slow and self.sleeps is None and self.links.alike,
             traffic=traffic,
             coding=self.coding,
             wire=self.strategy.wire,

@@ -198,3 +198,35 @@ def test_a_thousand_workers() -> None:
     made = run(Rules(), Layout.even(250, 4), iterations=6, jitter=0.05, work=Work())
     assert made.iteration_s < 2.0
     assert count_components(made.groups, 1000) < 50
+
+
+def test_replicas_of_several_processes_average_parts_on_the_interface_of_their_host() -> None:
+    together = ABLATION["+ division"]
+    for processes in (1, 2, 4):
+        made = run(together, Layout.even(2, 1), inside=processes)
+        assert made.iteration_s == pytest.approx(1.0 + 0.12, rel=1e-3)
+    # Three times half of 120 KB pass from process to process of a host.
+    slow_inside = Links(bytes_per_s=1e6, latency_s=0.0)
+    made = run(together, Layout.even(2, 1), inside=2, local=slow_inside)
+    assert made.iteration_s == pytest.approx(1.0 + 0.12 + 3 * 0.06, rel=1e-3)
+    with pytest.raises(UsageError, match="the layout has 2 hosts"):
+        run(together, Layout.even(2, 2), inside=2)
+
+
+@pytest.mark.parametrize(
+    ("compression", "share"), [("bf16", 1 / 2), ("sketch", 32_048 / 120_000), ("topk@0.01", 0.015)]
+)
+def test_averages_take_the_time_of_what_travels(compression: str, share: float) -> None:
+    """DiLoCo's differences through a codec; each half of a sketch has a table of 1 KB."""
+    free = replace(FREE, codecs=0.0)
+    made = run(Rules.all_workers(), Layout.even(2, 1), compression=compression, work=free)
+    assert made.iteration_s - 1.0 == pytest.approx(0.12 * share, rel=0.05)
+    busy = replace(FREE, codecs=1000.0)
+    slower = run(Rules.all_workers(), Layout.even(2, 1), compression=compression, work=busy)
+    assert slower.iteration_s > made.iteration_s + 0.01
+
+
+def test_groups_sum_inside_hosts_first() -> None:
+    """All of 2 x 4 workers: each host sends the parameters once, and not 7/4 of them."""
+    made = run(Rules.all_workers(), Layout.even(2, 4))
+    assert made.iteration_s == pytest.approx(1.0 + 0.12, rel=1e-2)
