@@ -126,13 +126,18 @@ class Coding:
 
     def cut(self, span: Span) -> Coding:
         """Return the coding of ``buffer[span]`` as a separate buffer, with the same payload."""
-        start = span.start
-        return Coding(
-            [
-                Region(Span(part.span.start - start, part.span.stop - start), part.codec, part.cols)
-                for part in self._parts_of(span)
-            ]
-        )
+        return self.joined([span])
+
+    def joined(self, spans: Sequence[Span]) -> Coding:
+        """Return the coding of a buffer that has these spans of this one, one after the other."""
+        found, end = [], 0
+        for span in spans:
+            shift = end - span.start
+            end += len(span)
+            for part in self._parts_of(span):
+                place = Span(part.span.start + shift, part.span.stop + shift)
+                found.append(Region(place, part.codec, part.cols))
+        return Coding(found)
 
     def encode(
         self,

@@ -36,10 +36,13 @@ from wingbeat.collectives.program import (
     least_message,
 )
 from wingbeat.collectives.threads import SerialQueue
+from wingbeat.collectives.two_level import TwoLevel
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe import meter
 from wingbeat.observe.events import stream
+from wingbeat.observe.log import log
 from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring, Topology
+from wingbeat.transport.host_group import open_host_group
 from wingbeat.transport.world import World
 from wingbeat.types import Span, blocks_of
 
@@ -78,6 +81,30 @@ class Collectives:
         self._turns = SerialQueue(factor_threads)
         self._second: Collectives | None = None
         self._staged: dict[Topology, Collectives] = {}  # those on the host, by topology
+        self._two_level: TwoLevel | None = None
+
+    def sum_inside_hosts(self, device: torch.device) -> None:
+        """Have the device's process group of torch sum tensors inside each host, where it can.
+
+        Every worker must call it. Without effect on the CPU, where NCCL carries all tensors, and
+        unless several hosts have several workers each. A `RendezvousError` as in `World.exchange`.
+        """
+        world, layout = self.world, self.world.layout
+        used = self._topology
+        staged = device.type not in ("cpu", *world.nccl_devices)
+        apart = world.threads or world.returned or world.members or world.torch_job is not None
+        if not staged or apart or world.group is not None or not isinstance(used, Hierarchical):
+            return
+        group = open_host_group(world, device)
+        if group is None:
+            return
+        self._two_level = TwoLevel(world, group, device, used)
+        if world.leads:
+            log.info(
+                "tensors on %s are summed inside each host of %d workers by %s, and between %d "
+                "hosts by wingbeat's connections",
+                *(device.type, group.size, group.backend, len(layout.hosts)),
+            )
 
     def use(self, topology: str) -> None:
         """Change the topology of subsequent calls. Every worker must call this at the same point.
@@ -159,7 +186,7 @@ class Collectives:
 
         A `UsageError` if the dtype ``wire`` is not supported.
         """
-        return self._submit("all_reduce", buffer, bucket, wire=wire)
+        return self._submit("all_reduce", buffer, bucket, wire=wire, put_off=True)
 
     def all_gather_sum(
         self,
@@ -190,7 +217,8 @@ class Collectives:
             stream.record("encode", begin, time.monotonic_ns(), bucket=bucket, nbytes=nbytes)
         # Small payloads are limited by latency, large ones by bandwidth.
         short = Doubling() if gathered.rows.nbytes < SMALL_GATHER_BYTES else self._topology
-        handle = self._submit("all_gather", gathered.rows.view(-1), bucket, topology=short)
+        rows = gathered.rows.view(-1)
+        handle = self._submit("all_gather", rows, bucket, topology=short, put_off=True)
         on_cpu = buffer.device.type == "cpu" and "cpu" not in world.nccl_devices
         return Gathered(handle, gathered, decode_queue if beside and on_cpu else None)
 
@@ -231,7 +259,8 @@ class Collectives:
 
     def _sum(self, buffer: torch.Tensor, bucket: int) -> Handle:
         short = Doubling() if buffer.nbytes < SMALL_GATHER_BYTES else None
-        return self._submit("all_reduce", buffer, bucket, topology=short)
+        # Two sums in two orders, one of which a thread starts: not those of a group of devices.
+        return self._submit("all_reduce", buffer, bucket, topology=short, on_host=True)
 
     def broadcast(self, buffer: torch.Tensor, root: int, *, label: str = "") -> Handle:
         """Copy the buffer of this world's rank ``root`` to all workers.
@@ -257,14 +286,22 @@ class Collectives:
         topology: Topology | None = None,
         label: str = "",
         blocks: Blocks = None,
+        put_off: bool = False,
+        on_host: bool = False,
     ) -> Handle:
-        """Queue a collective on every link, or submit it to NCCL, which preserves the order."""
+        """Queue a collective on every link, or submit it to NCCL, which preserves the order.
+
+        ``put_off``: whether the caller starts all buckets before it waits for one. ``on_host``:
+        whether no device sums tensors.
+        """
         world = self.world
         packing = None if wire is None else self._packing(buffer, wire, blocks)
         if buffer.device.type in world.nccl_devices:
             return Handle([self._start_nccl(what, buffer, after, packing, blocks)])
         if buffer.device.type != "cpu" and world.size > 1:
-            return self._stage(what, buffer, bucket, after, wire, topology, label, blocks)
+            two = None if on_host or blocks is not None else self._two_level
+            given = (what, buffer, bucket, after, wire, topology, label, blocks)
+            return self._stage(*given) if two is None else self._divide(two, put_off, *given)
         encoded = encoded_of(packing) is not None
         itemsize = buffer.element_size() if packing is None else packing.bytes_per_element
         # A ring would encode again at each hop, with additional loss.
@@ -301,6 +338,24 @@ class Collectives:
             raise
         return Handle(jobs)
 
+    def _divide(
+        self,
+        two: TwoLevel,
+        put_off: bool,
+        what: str,
+        buffer: torch.Tensor,
+        bucket: int,
+        after: Handle | None,
+        wire: WireFormat | None,
+        topology: Topology | None,
+        label: str,
+        blocks: Blocks,
+    ) -> Handle:
+        """Queue a collective on two levels, or that on the host's copy if it does not fit."""
+        if self._topology != two.topology or not two.fits(what, buffer, wire):
+            return self._stage(what, buffer, bucket, after, wire, topology, label, blocks)
+        return Handle([two.start(what, buffer, bucket, wire, label, after, put_off)])
+
     def _stage(
         self,
         what: str,
@@ -319,6 +374,8 @@ class Collectives:
         if on_host is None:
             on_host = self._staged[used] = Collectives(staged.channel, used)
         first = None if after is None or not after.jobs else after.jobs[0]
+        if after is not None and not isinstance(first, staging.StagedJob):
+            after.wait()
 
         def submit(job: staging.StagedJob, previous: Handle | None) -> Handle:
             packed = job.wire_on_host()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from wingbeat.collectives.native import NativeExecutor
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.collectives.staging import StagedJob
+    from wingbeat.collectives.two_level import TwoLevelJob
     from wingbeat.transport.link import Pending
     from wingbeat.types import Span
 
@@ -343,7 +344,7 @@ class Handle:
 
     __slots__ = ("jobs",)
 
-    def __init__(self, jobs: Sequence[Job | NativeJob | NcclJob | StagedJob]) -> None:
+    def __init__(self, jobs: Sequence[Job | NativeJob | NcclJob | StagedJob | TwoLevelJob]) -> None:
         self.jobs = jobs
 
     def done(self) -> bool:

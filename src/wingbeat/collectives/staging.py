@@ -100,14 +100,18 @@ class StagedJob(HostOperation):
 class Staging:
     """The staged collectives of a world, in the order of calls. One per world."""
 
-    def __init__(self, world: World) -> None:
-        """Open a channel; raise a `UsageError` if there is none, as for the world of a group."""
-        if world.group is not None:
+    def __init__(self, world: World, channel: World | None = None) -> None:
+        """Open a channel; raise a `UsageError` if there is none, as for the world of a group.
+
+        With ``channel``, use that one.
+        """
+        if world.group is not None and channel is None:
             raise UsageError(f"{world.group} carries CPU tensors only: copy them to the CPU")
-        self.channel = (world.parent or world).open_channel()
+        self.channel = channel or (world.parent or world).open_channel()
         self.rank, self.size = world.rank, world.size
         self.copies = CopiesByDevice()
-        world.on_close(self.channel.close)
+        if channel is None:
+            world.on_close(self.channel.close)
 
     def start(self, call: StagedCall, after: StagedJob | None, submit: Submit) -> StagedJob:
         """Start a collective. The calling thread records an event, and does not wait."""
@@ -167,3 +171,9 @@ def staging_of(world: World) -> Staging:
         with _creating:
             _stagings[world] = made
     return made
+
+
+def stage_in_order(group: World) -> None:
+    """Let a group carry tensors of accelerators. No collective of host memory may use its world."""
+    with _creating:
+        _stagings[group] = Staging(group, group)

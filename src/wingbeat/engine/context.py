@@ -104,6 +104,7 @@ class BuildContext:
 
     def collective_exchange(self) -> Exchange:
         """Make an exchange by collectives of all workers."""
+        self.training.collectives.sum_inside_hosts(self.device)
         return CollectiveExchange(self.training.collectives, self.compression)
 
     def whole_update(self) -> Update:

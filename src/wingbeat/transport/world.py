@@ -259,6 +259,7 @@ class World:
             self.speeds[used][: len(links)],
             self.timeout,
             self.store,
+            nccl_devices=self.nccl_devices,
             group=group,
             networks=tuple(self.networks[r][used] for r in group.ranks) if self.networks else (),
             layout=Layout.by_name(self.layout.host_of[r] for r in group.ranks),

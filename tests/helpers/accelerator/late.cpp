@@ -20,6 +20,7 @@
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -69,7 +70,7 @@ struct Queue {
 };
 
 struct Device {
-  std::map<c10::StreamId, Queue> queues;
+  std::map<c10::StreamId, std::shared_ptr<Queue>> queues;  // a thread may wait for one meanwhile
   c10::StreamId created = 0;
   std::mt19937_64 random;
   std::condition_variable work, progress;
@@ -95,14 +96,15 @@ State& state() {
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::map<c10::DeviceIndex, c10::StreamId> current_streams;
 
-Queue& queue_of(Device& device, c10::StreamId id) {
-  auto [found, is_new] = device.queues.try_emplace(id);
-  if (is_new) {
+std::shared_ptr<Queue> queue_of(Device& device, c10::StreamId id) {
+  auto& found = device.queues[id];
+  if (found == nullptr) {
     // A whole stream is late, rather than each job: others overtake it, and nothing takes longer.
     static const double lags[] = {0, 0.0003, 0.001, 0.003};
-    found->second.lag = lags[device.random() % 4];
+    found = std::make_shared<Queue>();
+    found->lag = lags[device.random() % 4];
   }
-  return found->second;
+  return found;
 }
 
 void serve(int index) {
@@ -112,21 +114,21 @@ void serve(int index) {
   while (!s.stopping) {
     const auto now = Clock::now();
     auto wake = now + std::chrono::seconds(1);
-    std::vector<Queue*> ready;
+    std::vector<std::shared_ptr<Queue>> ready;
     for (auto& [id, queue] : device.queues) {
-      if (queue.jobs.empty()) continue;
-      auto& job = queue.jobs.front();
+      if (queue->jobs.empty()) continue;
+      auto& job = queue->jobs.front();
       if (job.eligible > now) {
         wake = std::min(wake, job.eligible);
       } else if (job.kind != Job::kWait || job.event->done >= job.version) {
-        ready.push_back(&queue);
+        ready.push_back(queue);
       }
     }
     if (ready.empty()) {
       device.work.wait_until(lock, wake);
       continue;
     }
-    auto* queue = ready[device.random() % ready.size()];
+    const auto queue = ready[device.random() % ready.size()];
     auto job = std::move(queue->jobs.front());
     queue->jobs.pop_front();
     if (job.kind == Job::kRun) {
@@ -157,11 +159,11 @@ void check_error(const State& s) {
 void submit(State& s, const c10::Stream& stream, Job job) {
   auto& device = s.devices[stream.device_index()];
   if (!device.thread.joinable()) device.thread = std::thread(serve, stream.device_index());
-  auto& queue = queue_of(device, stream.id());
+  const auto queue = queue_of(device, stream.id());
   const double jitter = 0.5 + double(device.random() % 1024) / 1024;
-  job.eligible = Clock::now() + std::chrono::microseconds(int64_t(queue.lag * jitter * 1e6));
-  queue.jobs.push_back(std::move(job));
-  ++queue.submitted;
+  job.eligible = Clock::now() + std::chrono::microseconds(int64_t(queue->lag * jitter * 1e6));
+  queue->jobs.push_back(std::move(job));
+  ++queue->submitted;
   ++s.jobs;
   device.work.notify_one();
 }
@@ -195,9 +197,9 @@ struct Unlocked {
 void count_synchronization(State& s) { ++s.synchronizations[long(syscall(SYS_gettid))]; }
 
 void wait_for_queue(std::unique_lock<std::mutex>& lock, Device& device, c10::StreamId id) {
-  auto& queue = queue_of(device, id);
-  const auto all = queue.submitted;
-  device.progress.wait(lock, [&] { return queue.completed >= all; });
+  const auto queue = queue_of(device, id);
+  const auto all = queue->submitted;
+  device.progress.wait(lock, [&] { return queue->completed >= all; });
 }
 
 void synchronize(const c10::Stream& stream) {
@@ -299,8 +301,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     auto& s = state();
     std::lock_guard lock(s.mutex);
-    auto& queue = queue_of(s.devices[stream.device_index()], stream.id());
-    return queue.completed >= queue.submitted;
+    const auto queue = queue_of(s.devices[stream.device_index()], stream.id());
+    return queue->completed >= queue->submitted;
   }
   void synchronizeStream(const c10::Stream& stream) const override { synchronize(stream); }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
@@ -824,7 +826,8 @@ extern "C" {
 
 void late_register() { start_thread_state(); }
 
-// Draws the lateness of all streams anew. Waits until all devices are idle.
+// Draws the lateness of all streams anew. Waits until each device is idle: other threads may submit
+// to one queue while this waits for another, and what is cleared would never run.
 void late_seed(uint64_t seed) {
   const Unlocked unlocked;
   auto& s = state();
@@ -832,9 +835,11 @@ void late_seed(uint64_t seed) {
   s.seed = seed;
   for (int i = 0; i < kDevices; ++i) {
     auto& device = s.devices[i];
-    std::vector<c10::StreamId> ids;
-    for (auto& [id, queue] : device.queues) ids.push_back(id);
-    for (const auto id : ids) wait_for_queue(lock, device, id);
+    device.progress.wait(lock, [&] {
+      return std::all_of(device.queues.begin(), device.queues.end(), [](const auto& each) {
+        return each.second->completed >= each.second->submitted;
+      });
+    });
     device.queues.clear();
     device.random.seed(seed * kDevices + uint64_t(i));
   }
