@@ -41,9 +41,9 @@ def simulate_pairs(
     """Train ``model`` with averages of pairs while gradients are computed, in virtual time.
 
     As with ``ADPSGD(overlap=True)``, a worker allows averages of its model while it computes
-    gradients, waits for the one that is in progress, and updates. Messages travel over the interfaces of hosts and take a thread's time;
-    those within a host take only that. Runs are deterministic: equal arguments give bit-identical
-    results.
+    gradients, waits for the one that is in progress, and updates. Messages travel over the
+    interfaces of hosts and take a thread's time; those within a host take only that. Runs are
+    deterministic: equal arguments give bit-identical results.
 
     Args:
         model: layers and their times.
