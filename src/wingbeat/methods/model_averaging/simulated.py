@@ -230,7 +230,7 @@ class _Job:
         ring, mesh = (
             topologies.fitted(name, layout, self.links.count) for name in ("ring", "mesh")
         )
-        left = 0
+        left, after_s = 0, 0.0
 
         def one_over() -> None:
             nonlocal left
@@ -267,7 +267,6 @@ class _Job:
             for part in parts:
                 part.when_over(one_over)
 
-        after_s = 0.0
         self.agenda.at(encoded, start)
 
 
