@@ -6,17 +6,18 @@ from wingbeat.collectives.program import compile_rounds
 from wingbeat.simulator import Links, Work
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.exchange import Lane
-from wingbeat.simulator.network import Network
+from wingbeat.simulator.network import Network, Wires
 from wingbeat.topologies import Mesh
-from wingbeat.types import blocks_of
+from wingbeat.types import Layout, blocks_of
 
-FREE = Work(chunk_s=0.0, add_s_per_byte=0.0)
+FREE = Work(chunk_s=0.0, wire_s_per_byte=0.0, add_s_per_byte=0.0)
 
 
 def test_two_that_wait_for_a_late_receiver_share_its_interface() -> None:
     """Each sends 100 bytes, at 100 bytes a second, once rank 0 has room for them."""
     agenda = Agenda()
-    network = Network(agenda, Links(bytes_per_s=100.0, latency_s=0.0))
+    links = Links(bytes_per_s=100.0, latency_s=0.0)
+    network = Network(agenda, Wires(Layout.even(3, 1), links))
     lanes = [Lane(rank, 0, agenda, network, FREE) for rank in range(3)]
     blocks = blocks_of(300, 3)
     ended: list[float] = []

@@ -26,9 +26,12 @@ from wingbeat.collectives.packing import (
     narrower_dtype,
 )
 from wingbeat.collectives.program import (
+    DIRECT_BYTES,
+    DIRECT_RANKS,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     NATIVE_CHUNK_BYTES,
+    SMALL_GATHER_BYTES,
     compile_collective,
     least_message,
 )
@@ -45,19 +48,6 @@ from wingbeat.types import Span, blocks_of
 
 Blocks = tuple[Span, ...] | None
 """The contiguous span of a buffer that each worker owns, in order; None: nearly equal spans."""
-
-DIRECT_BYTES = 64 << 10
-"""Bytes of a buffer up to which ranks that are connected over TCP exchange it in single rounds, in
-which each sends to all others; of all ranks' buffers together for an all-reduce.
-"""
-
-DIRECT_RANKS = 16
-"""Ranks up to which single rounds are used: each sends as many messages."""
-
-SMALL_GATHER_BYTES = 80 << 10
-"""Total payload size below which a gather uses doubling (Thakur, Rabenseifner and Gropp 2005,
-section 4.1; with 16 workers at 7.3 Mbit/s both took the same time at 64 KB).
-"""
 
 
 class Collectives:

@@ -35,6 +35,19 @@ NATIVE_CHUNK_BYTES = 32 << 10, 256 << 10
 a chunk that is added when it has arrived should still be in the processor's cache.
 """
 
+DIRECT_BYTES = 64 << 10
+"""Bytes of a buffer up to which ranks that are connected over TCP exchange it in single rounds, in
+which each sends to all others; of all ranks' buffers together for an all-reduce.
+"""
+
+DIRECT_RANKS = 16
+"""Ranks up to which single rounds are used: each sends as many messages."""
+
+SMALL_GATHER_BYTES = 80 << 10
+"""Total payload size below which a gather uses doubling (Thakur, Rabenseifner and Gropp 2005,
+section 4.1; with 16 workers at 7.3 Mbit/s both took the same time at 64 KB).
+"""
+
 MESSAGE_S = 1e-3
 """Minimum seconds on the link per message, whose CPU time is about 0.1 ms."""
 

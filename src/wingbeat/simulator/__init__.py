@@ -16,6 +16,7 @@ from wingbeat.simulator.run import Run, simulate
 if TYPE_CHECKING:
     from wingbeat.methods.bounded_staleness.simulated import StaleRun, simulate_bounded
     from wingbeat.methods.model_averaging.simulated import GroupRun, simulate_groups
+    from wingbeat.methods.model_averaging.simulated_pairs import simulate_pairs
     from wingbeat.methods.parameter_server.simulated import Thresholds
 
 __all__ = [
@@ -34,19 +35,21 @@ __all__ = [
     "simulate",
     "simulate_bounded",
     "simulate_groups",
+    "simulate_pairs",
 ]
 
-_METHOD_OF = {
-    "GroupRun": "model_averaging",
-    "StaleRun": "bounded_staleness",
-    "Thresholds": "parameter_server",
-    "simulate_bounded": "bounded_staleness",
-    "simulate_groups": "model_averaging",
+_MODULE_OF = {
+    "GroupRun": "model_averaging.simulated",
+    "StaleRun": "bounded_staleness.simulated",
+    "Thresholds": "parameter_server.simulated",
+    "simulate_bounded": "bounded_staleness.simulated",
+    "simulate_groups": "model_averaging.simulated",
+    "simulate_pairs": "model_averaging.simulated_pairs",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _METHOD_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'wingbeat.simulator' has no attribute {name!r}")
-    module = importlib.import_module(f"wingbeat.methods.{_METHOD_OF[name]}.simulated")
+    module = importlib.import_module(f"wingbeat.methods.{_MODULE_OF[name]}")
     return getattr(module, name)

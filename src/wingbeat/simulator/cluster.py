@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from wingbeat.compression import Coded, Sketch, options_of
 from wingbeat.errors import UsageError
@@ -11,7 +12,7 @@ from wingbeat.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Network interfaces of every worker, all alike, on a switch that is never the bottleneck.
+    """Network interfaces of every host, on a switch for each, or on leaf switches below a spine.
 
     Attributes:
         bytes_per_s: payload rate of one interface in each direction, without headers.
@@ -20,6 +21,11 @@ class Links:
         priorities: whether interfaces and the switch serve urgent classes first. Only messages of
             servers have classes.
         quantum: bytes of a message that are sent before a more urgent one can preempt it.
+        rates: bytes per second of hosts, or of single interfaces by host and number, that differ.
+        latencies: seconds of latency of hosts that differ; between two hosts it is the mean.
+        leaf: hosts on each leaf switch; 0: all hosts are on one switch.
+        trunk_bytes_per_s: rate between a leaf switch and the spine in each direction, for each
+            interface of a host. A path over the spine has twice the latency.
 
     Raises:
         UsageError: a value is out of range.
@@ -30,6 +36,10 @@ class Links:
     count: int = 1
     priorities: bool = True
     quantum: int = 64 << 10
+    rates: Mapping[int | tuple[int, int], float] = field(default_factory=dict)
+    latencies: Mapping[int, float] = field(default_factory=dict)
+    leaf: int = 0
+    trunk_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
         if not 0 < self.bytes_per_s < math.inf:
@@ -40,20 +50,63 @@ class Links:
             raise UsageError(f"Links(count={self.count}): allowed are 1 and above")
         if self.quantum < 1:
             raise UsageError(f"Links(quantum={self.quantum}): allowed are 1 byte and above")
+        if min(self.rates.values(), default=1.0) <= 0 or self.trunk_bytes_per_s <= 0:
+            raise UsageError(
+                f"Links(rates={dict(self.rates)}, trunk_bytes_per_s={self.trunk_bytes_per_s}): "
+                "allowed are rates above 0"
+            )
+        if min(self.latencies.values(), default=0.0) < 0 or self.leaf < 0:
+            raise UsageError(
+                f"Links(latencies={dict(self.latencies)}, leaf={self.leaf}): allowed are 0 and "
+                "above"
+            )
+
+    @property
+    def alike(self) -> bool:
+        """Whether all hosts have equal links to all others."""
+        return not (self.rates or self.latencies or self.leaf)
+
+    def rate(self, host: int, interface: int) -> float:
+        """Return the bytes per second of an interface of a host."""
+        known = self.rates.get((host, interface), self.rates.get(host))
+        return self.bytes_per_s if known is None else known
+
+    def speeds(self, hosts: int) -> tuple[float, ...]:
+        """Return the rate of each interface on the slowest of so many hosts."""
+        if not self.rates:
+            return (self.bytes_per_s,) * self.count
+        return tuple(
+            min(self.rate(host, number) for host in range(hosts)) for number in range(self.count)
+        )
+
+    def latency(self, source: int, target: int) -> float:
+        """Return the seconds of latency between two hosts."""
+        ends = (self.latencies.get(host, self.latency_s) for host in (source, target))
+        return sum(ends) / 2 * (2 if self.crosses(source, target) else 1)
+
+    def crosses(self, source: int, target: int) -> bool:
+        """Whether the path between two hosts leads over the spine."""
+        return self.leaf > 0 and source // self.leaf != target // self.leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Processor time of communication, in seconds.
 
-    The defaults are those of one core of a server CPU of 2023: over gloo, and for messages those of
-    "Messages" in ``docs/results.md`` (a round trip of 136 microseconds passes four ends; 3.91 GB/s
-    unencrypted, 1.65 GB/s encrypted).
+    The defaults are those of one core of a server CPU. Chunks: an awaited all-gather of 4 KB
+    between two processes, a chunk each way, took 13 microseconds, and one of 40 MB over TCP 9.2 to
+    10 ms of CPU time for 20 MB out and 20 MB in (2026-11-27). Messages: those of "Messages" in
+    ``docs/results.md`` (a round trip of 136 microseconds passes four ends; 3.91 GB/s unencrypted,
+    1.65 GB/s encrypted).
 
     Attributes:
         chunk_s: thread of a link, for each chunk sent or received.
+        wire_s_per_byte: the same, for each byte sent to another host or received from one. What
+            stays on a host takes the time of `wingbeat.simulator.network.LOCAL`, sums included.
         add_s_per_byte: the same thread, and a server, for each byte added to a sum.
         fill_s_per_byte: training thread, for each gradient byte copied into a bucket.
+        codecs: factor of the seconds of codecs in collectives, which are those of one core
+            (`wingbeat.simulator.codecs`).
         update_s_per_byte: training thread, for each parameter byte updated.
         message_s: thread that pushes and pulls, and a server, for each message sent or received.
         message_s_per_byte: the same, for each byte sent or received.
@@ -63,9 +116,11 @@ class Work:
             size.
     """
 
-    chunk_s: float = 60e-6
+    chunk_s: float = 5e-6
+    wire_s_per_byte: float = 0.23e-9
     add_s_per_byte: float = 0.15e-9
     fill_s_per_byte: float = 0.1e-9
+    codecs: float = 1.0
     update_s_per_byte: float = 0.4e-9
     message_s: float = 30e-6
     message_s_per_byte: float = 0.25e-9

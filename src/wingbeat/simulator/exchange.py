@@ -2,35 +2,71 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from wingbeat import topologies
 from wingbeat.collectives import program as programs
-from wingbeat.collectives.program import Machine, Task, compile_collective, least_message
+from wingbeat.collectives.program import (
+    DIRECT_BYTES,
+    DIRECT_RANKS,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    NATIVE_CHUNK_BYTES,
+    SMALL_GATHER_BYTES,
+    Machine,
+    Task,
+    compile_collective,
+    least_message,
+)
+from wingbeat.compression import Coded, options_of
 from wingbeat.schedules.events import Operation
-from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.agenda import Agenda, Cores
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
+from wingbeat.simulator.codecs import FactorsSent, Packing, Seconds, factors_sent, packing_of
+from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.network import Carrier, Key
+from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring
+from wingbeat.types import Layout, Span, blocks_of
 
 if TYPE_CHECKING:
     from wingbeat.collectives.program import Program, Transfer
     from wingbeat.simulator.mailbox import Mailboxes
     from wingbeat.topologies import Topology
-    from wingbeat.types import Layout
+
+NO_BLOCK = Span(0, 0)
+
+_ROW_BYTES = 64
+"""Bytes by which a worker announces how it uses its gradients, more or less."""
 
 
 class Collective(Task):
-    """One collective of one worker in one lane; its ``number`` is equal on every worker."""
+    """One collective of one worker in one lane; its ``number`` is equal on every worker.
+
+    ``packing`` is that of chunks to other hosts. ``rounded`` is the worker's block where it sends
+    the result: encoded once for all receivers, and decoded in place.
+    """
 
     def __init__(
-        self, program: Program, number: int, itemsize: float, after: Collective | None
+        self,
+        program: Program,
+        number: int,
+        itemsize: float,
+        after: Collective | None,
+        packing: Packing | None,
+        rounded: Span,
     ) -> None:
         super().__init__(program, after)
         self.number = number
         self.itemsize = itemsize
+        self.packing, self.rounded = packing, rounded
+        self.encoded: set[Span] = set()
         self.over = False
         self.waiters: list[Callable[[], None]] = []
 
@@ -39,19 +75,43 @@ class Collective(Task):
         self.waiters.append(resume)
 
 
+class Alike(NamedTuple):
+    """Workers that act identically: each as the one ``period`` ranks before it, modulo ``workers``.
+
+    What a worker sends to the k-th after it then equals what the k-th before it sends to it, so the
+    first ``period`` workers represent all.
+    """
+
+    workers: int
+    period: int
+
+    def represented(self, source: int, target: int) -> tuple[int, int]:
+        """Return the sender that represents ``source``, and the receiver of what it sends then."""
+        first = source % self.period
+        return first, (target - source + first) % self.workers
+
+
 class Lane:
     """Performs the commands of its machine at their costs.
 
-    ``alike`` is the number of workers that act identically; what this one sends to the k-th worker
-    after it then equals what it receives from the k-th before it. 0: workers differ.
+    With ``alike`` all hosts act identically, and those of the first represent the others; see
+    `Alike`.
     """
 
     def __init__(
-        self, rank: int, lane: int, agenda: Agenda, network: Carrier, work: Work, alike: int = 0
+        self,
+        rank: int,
+        lane: int,
+        agenda: Agenda,
+        network: Carrier,
+        work: Work,
+        alike: Alike | None = None,
+        cores: Cores | None = None,
     ) -> None:
         self._rank = rank
         self._lane = lane
         self._alike = alike
+        self._cores = cores or Cores(agenda)
         self._agenda = agenda
         self._network = network
         self._work = work
@@ -61,9 +121,16 @@ class Lane:
         self._resting = True
         self._submitted = 0
 
-    def submit(self, program: Program, itemsize: float, after: Collective | None) -> Collective:
+    def submit(
+        self,
+        program: Program,
+        itemsize: float,
+        after: Collective | None,
+        packing: Packing | None = None,
+        rounded: Span = NO_BLOCK,
+    ) -> Collective:
         """Queue a program."""
-        exchange = Collective(program, self._submitted, itemsize, after)
+        exchange = Collective(program, self._submitted, itemsize, after, packing, rounded)
         self._submitted += 1
         self._machine.submit(exchange)
         if self._resting:
@@ -86,8 +153,9 @@ class Lane:
                     self._wait(self._receive_s(task, transfer))
                     return
                 case programs.SendChunk(task, transfer):
-                    self._send_chunk(task, transfer)
-                    self._wait(self._work.chunk_s)
+                    self._cores.work(
+                        self._encode_s(task, transfer), partial(self._sent, task, transfer)
+                    )
                     return
                 case programs.Complete(task):
                     self._complete(task)
@@ -96,26 +164,61 @@ class Lane:
                     return
 
     def _wait(self, seconds: float) -> None:
-        self._agenda.at(self._agenda.now + seconds, self._go)
+        self._cores.work(seconds, self._go)
+
+    def _sent(self, task: Collective, transfer: Transfer) -> None:
+        self._send_chunk(task, transfer)
+        self._wait(self._chunk_s(task, transfer))
+
+    def _encode_s(self, task: Collective, transfer: Transfer) -> float:
+        """Return the seconds to pack a chunk: that of a result once for all receivers."""
+        packing, span = self._packing(task, transfer), transfer.span
+        if packing is None or span in task.encoded:
+            return 0.0
+        seconds = packing.seconds(span)
+        if packing.coding is None or not task.rounded.overlaps(span):
+            return seconds.encode * self._work.codecs
+        task.encoded.add(span)
+        return sum(seconds) * self._work.codecs
 
     def _receive_s(self, task: Collective, transfer: Transfer) -> float:
-        seconds = self._work.chunk_s
-        if transfer.reduce:
-            seconds += len(transfer.span) * task.itemsize * self._work.add_s_per_byte
+        seconds = self._chunk_s(task, transfer)
+        packing = self._packing(task, transfer)
+        if packing is not None:  # decoded and added in one pass
+            return seconds + packing.seconds(transfer.span).decode * self._work.codecs
+        if transfer.reduce and not self._near(transfer):
+            seconds += self._nbytes(task, transfer) * self._work.add_s_per_byte
         return seconds
+
+    def _chunk_s(self, task: Collective, transfer: Transfer) -> float:
+        far = 0.0 if self._near(transfer) else self._nbytes(task, transfer)
+        return self._work.chunk_s + far * self._work.wire_s_per_byte
+
+    def _near(self, transfer: Transfer) -> bool:
+        return self._network.near(self._rank, transfer.peer)
+
+    def _packing(self, task: Collective, transfer: Transfer) -> Packing | None:
+        return None if transfer.near else task.packing
+
+    def _nbytes(self, task: Collective, transfer: Transfer) -> int:
+        packing = self._packing(task, transfer)
+        if packing is not None:
+            return packing.nbytes(transfer.span)
+        return int(len(transfer.span) * task.itemsize)
 
     def _send_chunk(self, task: Collective, transfer: Transfer) -> None:
         to, link = transfer.peer, transfer.link
-        source, target = (self._rank, link), (self._rank if self._alike else to, link)
+        source = self._rank, link
+        target = (to % self._alike.period if self._alike else to), link
         key = self._key(self._rank, to, task, transfer)
-        self._network.send(key, source, target, int(len(transfer.span) * task.itemsize))
+        self._network.send(key, source, target, self._nbytes(task, transfer))
 
     def _receive_key(self, task: Collective, transfer: Transfer) -> Key:
         return self._key(transfer.peer, self._rank, task, transfer)
 
     def _key(self, source: int, target: int, task: Collective, transfer: Transfer) -> Key:
         if self._alike:
-            source, target = 0, (target - source) % self._alike
+            source, target = self._alike.represented(source, target)
         return source, target, transfer.link, self._lane, task.number, transfer.tag
 
     def _complete(self, task: Collective) -> None:
@@ -134,21 +237,32 @@ class Waitable(Protocol):
         """Call ``resume`` when the operation is complete."""
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """The interface on which a worker's schedule starts operations."""
 
+    def before_s(self, operation: Operation, bucket: int) -> float:  # noqa: ARG002
+        """Return the seconds of the training thread before an operation is started."""
+        return 0.0
+
+    def after_s(self, bucket: int) -> float:  # noqa: ARG002
+        """Return those after the operation that was started last; 0 if they were returned."""
+        return 0.0
+
+    def announce(self) -> Sequence[Waitable]:
+        """Start to tell all workers how this one will use its gradients."""
+        raise AssertionError("only collectives divide the optimizer")
+
+    @abstractmethod
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:
         """Start an operation on a bucket."""
 
+    @abstractmethod
     def under_way(self, bucket: int) -> Sequence[Waitable]:
         """Return the operation that was started last on a bucket."""
 
 
-class Collectives:
-    """Collectives of one worker along a topology.
-
-    With ``alike`` this worker represents all others.
-    """
+class Collectives(Exchange):
+    """Collectives of one worker along a topology, in the encoding ``wire`` of gradients."""
 
     def __init__(
         self,
@@ -160,38 +274,229 @@ class Collectives:
         work: Work,
         agenda: Agenda,
         network: Carrier,
-        alike: bool = False,
+        alike: Alike | None = None,
+        *,
+        wire: str | Coded = "",
+        mesh: Topology | None = None,
+        hosts: int = 0,
+        cores: Cores | None = None,
     ) -> None:
         self._rank, self._workers, self._buckets = rank, workers, buckets
-        self._topology = topology
-        self._speeds = (links.bytes_per_s,) * links.count
-        self._lanes = [
-            Lane(rank, lane, agenda, network, work, workers if alike else 0)
-            for lane in range(links.count)
-        ]
-        self._last: dict[int, list[Collective]] = {}
+        self._topology, self._mesh = topology, mesh or Mesh()
+        self._wire, self._codecs = wire, work.codecs
+        self._agenda, self._cores = agenda, cores or Cores(agenda)
+        self._decoding: deque[tuple[float, Later]] = deque()
+        self._speeds = links.speeds(hosts or workers)
+        ring = isinstance(topology, Ring | Hierarchical) and not getattr(topology, "direct", False)
+        self._direct = ring and workers <= DIRECT_RANKS
+        # The second sums of factors travel in a channel of their own.
+        self._lanes, self._second = (
+            [
+                Lane(rank, first + link, agenda, network, work, alike, self._cores)
+                for link in range(links.count)
+            ]
+            for first in (0, links.count)
+        )
+        self._last: dict[int, Sequence[Collective | Later]] = {}
+        self._after_s: dict[int, float] = {}
+
+    def before_s(self, operation: Operation, bucket: int) -> float:
+        """Return the seconds to encode a bucket that all others receive, or its first factors."""
+        if self._wire_of(operation) == "":
+            return 0.0
+        if self._factored:
+            return self._factors(bucket).begin_s
+        if self._gathers(operation):
+            return self._whole(bucket).encode * self._codecs
+        return 0.0
+
+    def after_s(self, bucket: int) -> float:
+        """Return the seconds to compute a bucket from its factors, once."""
+        return self._after_s.pop(bucket, 0.0)
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:
         """Start an operation on a bucket."""
-        programs = compile_collective(
-            operation.value,
-            self._topology,
-            self._rank,
-            self._workers,
-            -(-self._buckets.numel[bucket] // self._workers) * self._workers,
-            ITEMSIZE,
-            self._speeds,
-            least_message(self._speeds),
-        )
-        before = self._last.get(bucket) if chained else None
-        self._last[bucket] = [
-            lane.submit(program, ITEMSIZE, before[number] if before else None)
-            for number, (lane, program) in enumerate(zip(self._lanes, programs, strict=True))
-        ]
+        wire = self._wire_of(operation)
+        if wire and self._factored:
+            self._sum_factors(bucket)
+        elif wire and self._gathers(operation):
+            self._gather(bucket)
+        elif not (self._factored and operation is Operation.ALL_GATHER):
+            self._sum(operation, bucket, wire, chained)
 
     def under_way(self, bucket: int) -> Sequence[Waitable]:
         """Return the operation that was started last on a bucket."""
         return self._last.get(bucket, ())
+
+    def announce(self) -> Sequence[Waitable]:
+        """Start to gather a row of a few bytes of each worker."""
+        return self._start_bytes("all_gather", _ROW_BYTES * self._workers, self._lanes)
+
+    @property
+    def _factored(self) -> bool:
+        return isinstance(self._wire, Coded) and self._wire.summed
+
+    def _gathers(self, operation: Operation) -> bool:
+        return options_of(self._wire).gathers and operation is Operation.ALL_REDUCE
+
+    def _wire_of(self, operation: Operation) -> str | Coded:
+        """Return the encoding in an operation: factors are summed whole, parameters not at all."""
+        bare = operation is Operation.ALL_GATHER_PARAMETERS
+        return "" if bare or (self._factored and operation is Operation.ALL_GATHER) else self._wire
+
+    def _packing(self, bucket: int) -> Packing | None:
+        return packing_of(self._wire, self._buckets.parameters[bucket])
+
+    def _factors(self, bucket: int) -> FactorsSent:
+        assert isinstance(self._wire, Coded)
+        return factors_sent(self._wire, self._buckets.parameters[bucket], self._codecs)
+
+    def _whole(self, bucket: int) -> Seconds:
+        packing = self._packing(bucket)
+        assert packing is not None
+        return packing.seconds(Span(0, self._buckets.numel[bucket]))
+
+    def _sum(self, operation: Operation, bucket: int, wire: str | Coded, chained: bool) -> None:
+        """Start a collective, with the messages that `wingbeat.collectives.Collectives` chooses."""
+        packing = self._packing(bucket) if wire else None
+        numel, what = self._padded(self._buckets.numel[bucket]), _NAMES[operation]
+        itemsize, topology, speeds = float(ITEMSIZE), self._topology, self._speeds
+        least, most = NATIVE_CHUNK_BYTES
+        if packing is not None:
+            itemsize, most = packing.bytes_per_element, MAX_CHUNK_BYTES
+            least = least_message(speeds) if packing.coding is None else MIN_CHUNK_BYTES
+            topology = topology if packing.coding is None else self._mesh
+        if self._direct and numel * ITEMSIZE <= DIRECT_BYTES:
+            if packing is None or packing.coding is None:
+                topology, speeds = Mesh(), speeds[:1]
+            small = self._workers * numel * ITEMSIZE <= DIRECT_BYTES
+            if packing is None and operation is Operation.ALL_REDUCE and small:
+                what, numel = "all_gather", self._workers * numel
+        programs = compile_collective(
+            what, topology, self._rank, self._workers, numel, itemsize, speeds, least, None, most
+        )
+        before = self._last.get(bucket, ()) if chained else ()
+        rounded = blocks_of(numel, self._workers)[self._rank]
+        if what == "reduce_scatter":
+            rounded = NO_BLOCK
+        self._last[bucket] = [
+            lane.submit(program, ITEMSIZE, after, packing, rounded)
+            for lane, program, after in zip_longest(
+                self._lanes[: len(programs)], programs, cast("Sequence[Collective]", before)
+            )
+        ]
+
+    def _gather(self, bucket: int) -> None:
+        """Send the whole bucket's payload to all others, and add all payloads in the background."""
+        packing = self._packing(bucket)
+        assert packing is not None
+        row = -(-packing.nbytes(Span(0, self._buckets.numel[bucket])) // 8) * 8
+        parts = self._start_bytes("all_gather", self._workers * row, self._lanes)
+        decode_s = self._workers * self._whole(bucket).decode * self._codecs
+        later = Later(self._agenda)
+        self._last[bucket] = [later]
+
+        def arrived() -> None:
+            self._decoding.append((decode_s, later))
+            if len(self._decoding) == 1:
+                self._decode()
+
+        _when_all(parts, arrived)
+
+    def _decode(self) -> None:
+        """Decode what has arrived, one bucket after the other."""
+        seconds, later = self._decoding[0]
+
+        def decoded() -> None:
+            self._decoding.popleft()
+            later.end()
+            if self._decoding:
+                self._decode()
+
+        self._cores.work(seconds, decoded)
+
+    def _sum_factors(self, bucket: int) -> None:
+        """Sum thin factors, compute the second ones in a thread of their own, and sum these."""
+        sent, later = self._factors(bucket), Later(self._agenda)
+        self._last[bucket], self._after_s[bucket] = [later], sent.end_s
+        first, second = (self._padded(numel) * ITEMSIZE for numel in (sent.first, sent.second))
+
+        def between() -> None:
+            if not sent.second:
+                later.end()
+                return
+            self._cores.work(sent.between_s, summed)
+
+        def summed() -> None:
+            _when_all(self._start_bytes("all_reduce", second, self._second), later.end)
+
+        _when_all(self._start_bytes("all_reduce", first, self._lanes), between)
+
+    def _start_bytes(self, what: str, nbytes: int, lanes: Sequence[Lane]) -> list[Collective]:
+        """Start a collective of so many bytes, in few rounds if there are few."""
+        topology = Doubling() if nbytes < SMALL_GATHER_BYTES else self._topology
+        least, most = NATIVE_CHUNK_BYTES
+        programs = compile_collective(
+            what, topology, self._rank, self._workers, nbytes, 1, self._speeds, least, None, most
+        )
+        return [
+            lane.submit(program, 1, None) for lane, program in zip(lanes, programs, strict=True)
+        ]
+
+    def _padded(self, numel: int) -> int:
+        return -(-numel // self._workers) * self._workers
+
+
+class Later:
+    """An operation that ends when `end` is called."""
+
+    def __init__(self, agenda: Agenda) -> None:
+        self.over = False
+        self._agenda = agenda
+        self._waiters: list[Callable[[], None]] = []
+
+    def when_over(self, resume: Callable[[], None]) -> None:
+        """Call ``resume`` when the operation is complete."""
+        self._waiters.append(resume)
+
+    def end(self) -> None:
+        """End the operation."""
+        self.over = True
+        for resume in self._waiters:
+            self._agenda.at(self._agenda.now, resume)
+        self._waiters.clear()
+
+
+def _when_all(parts: Sequence[Collective], action: Callable[[], None]) -> None:
+    left = len(parts)
+
+    def one_over() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            action()
+
+    for part in parts:
+        part.when_over(one_over)
+
+
+_NAMES = {
+    Operation.ALL_REDUCE: "all_reduce",
+    Operation.REDUCE_SCATTER: "reduce_scatter",
+    Operation.ALL_GATHER: "all_gather",
+    Operation.ALL_GATHER_PARAMETERS: "all_gather",
+}
+
+
+def period_of(topology: Topology, layout: Layout) -> int:
+    """Return the number of workers that represent all if hosts are alike; 0 if none do.
+
+    One worker does if it has no neighbours on its host or no other hosts, else those of a host.
+    """
+    each = len(layout.hosts[0])
+    if not topology.symmetric or layout != Layout.even(len(layout.hosts), each):
+        return 0
+    return 1 if len(layout.hosts) == 1 else each
 
 
 class SimulatedExchanges(NamedTuple):
@@ -205,8 +510,13 @@ class SimulatedExchanges(NamedTuple):
 class SimulationContext:
     """What an exchange part makes exchanges from (`ExchangePart.build_simulated`).
 
-    ``topology`` is the name of the strategy's. ``alike``: all workers act identically. ``traffic``
-    and ``coding`` are those of `wingbeat.simulator.simulate`.
+    ``topology`` is the name of the strategy's, ``wire`` its encoding of gradients. ``alike``: all
+    workers and links are. ``traffic`` and ``coding`` are those of `wingbeat.simulator.simulate`.
+    ``cores`` are the processors of each host.
+
+    Where workers are replicas of several processes, ``column`` is the number of the processes of
+    this exchange in their replicas, and ``columns`` the number of processes of each; ``ports``
+    carry the messages of all columns.
     """
 
     topology: str
@@ -219,13 +529,22 @@ class SimulationContext:
     alike: bool
     traffic: Traffic | None
     coding: Coding
+    wire: str | Coded
+    cores: Sequence[Cores]
+    ports: Ports = field(default_factory=lambda: Ports({}, {}))
+    column: int = 0
+    columns: int = 1
 
     def collectives(self) -> SimulatedExchanges:
         """Return collectives along the topology."""
         workers = self.layout.workers
         topology = topologies.fitted(self.topology, self.layout, self.links.count)
-        # Identical workers act as rank 0 does, so rank 0 represents all.
-        alike = topology.symmetric and self.alike
+        mesh = topologies.fitted("mesh", self.layout, self.links.count)
+        options = options_of(self.wire)
+        # Blocks have different bytes where only some of their parameters have a codec or factors.
+        uneven = (options.rank or options.groups) and not options.summed
+        period = period_of(topology, self.layout) if self.alike and not uneven else 0
+        alike = Alike(workers, period) if period else None
         return SimulatedExchanges(
             [
                 Collectives(
@@ -238,7 +557,11 @@ class SimulationContext:
                     self.agenda,
                     self.network,
                     alike,
+                    wire=self.wire,
+                    mesh=mesh,
+                    hosts=len(self.layout.hosts),
+                    cores=self.cores[self.layout.host_of[rank]],
                 )
-                for rank in range(1 if alike else workers)
+                for rank in range(period or workers)
             ]
         )

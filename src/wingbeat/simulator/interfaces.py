@@ -48,12 +48,16 @@ def bcube(cube: BCube) -> Paths:
 
 
 class Stream(NamedTuple):
-    """One direction of a connection; frames arrive in order. Urgency 0 is the most urgent class."""
+    """One direction of a connection; frames arrive in order. Urgency 0 is the most urgent class.
+
+    Processes of different ``column`` are different ones.
+    """
 
     source: int
     target: int
     urgency: int
     link: int = 0
+    column: int = 0
 
 
 Action = Callable[[], None]
@@ -86,10 +90,11 @@ class Port:
         self,
         agenda: Agenda,
         links: Links,
+        bytes_per_s: float,
         carried: Callable[[float, float, int], None] | None = None,
     ) -> None:
         self._agenda, self._record = agenda, carried
-        self._seconds_per_byte = 1 / links.bytes_per_s
+        self._seconds_per_byte = 1 / bytes_per_s
         self._quantum = links.quantum
         self._classless = not links.priorities
         self._classes: dict[int, _Class] = {}
@@ -148,12 +153,20 @@ class Port:
         self._serve()
 
 
+class Ports(NamedTuple):
+    """The ports of all hosts: from each interface to its switch, and from there to it."""
+
+    out: dict[Side, Port]
+    into: dict[Side, Port]
+
+
 class Interfaces:
     """Interfaces of each host, on switches limited only at their ports towards a host.
 
     A quantum begins to arrive one latency after it begins to leave, if the receiver's port is free.
     All processes of a host share its ports, and traffic within a host is free. Without ``paths`` a
-    frame uses the interfaces of its stream's link. Hosts forward by quanta.
+    frame uses the interfaces of its stream's link. Hosts forward by quanta. Interfaces of several
+    columns of processes, which exchange nothing, share ``ports``.
     """
 
     def __init__(
@@ -163,23 +176,28 @@ class Interfaces:
         host: Callable[[int], int],
         paths: Paths | None = None,
         traffic: Traffic | None = None,
+        ports: Ports | None = None,
+        column: int = 0,
     ) -> None:
         self._agenda, self._links = agenda, links
         self._host, self._paths, self._traffic = host, paths, traffic
-        self._out: dict[Side, Port] = {}
-        self._in: dict[Side, Port] = {}
+        self._out, self._in = ports or Ports({}, {})
+        self._column = column
 
     def carry(self, stream: Stream, nbytes: int, arrived: Action) -> None:
         """Carry a frame after those of the same stream; call ``arrived`` at its end.
 
         Several paths carry equal shares of it.
         """
+        stream = stream._replace(column=self._column)
         source, target = self._host(stream.source), self._host(stream.target)
         if source == target:
             self._agenda.at(self._agenda.now, arrived)
             return
         link = stream.link
         paths = self._paths(source, target) if self._paths else [[((source, link), (target, link))]]
+        if self._links.crosses(source, target):
+            paths = [self._over_spine(hop) for ((hop),) in paths]
         whole = arrived if len(paths) == 1 else _after(len(paths), arrived)
         for path in paths:
             self._pass_on(stream, path, -(-nbytes // len(paths)), whole)
@@ -188,6 +206,8 @@ class Interfaces:
         (source, target), *rest = path
         egress = self._into(target)
         agenda, latency = self._agenda, self._links.latency_s
+        if source[0] >= 0 and target[0] >= 0:
+            latency = self._links.latency(source[0], target[0])
 
         def begun(part: int, last: bool) -> None:
             over = arrived if last else None
@@ -197,15 +217,25 @@ class Interfaces:
 
         self._out_of(source).offer(stream, nbytes, begun, None)
 
+    def _over_spine(self, hop: tuple[Side, Side]) -> Path:
+        """Return the path by the trunks of both leaf switches, as hosts with numbers below 0."""
+        (source, out), (target, into) = hop
+        up, down = (-1 - 2 * (source // self._links.leaf)), (-2 - 2 * (target // self._links.leaf))
+        return [((source, out), (up, out)), ((down, into), (target, into))]
+
+    def _rate(self, side: Side) -> float:
+        return self._links.trunk_bytes_per_s if side[0] < 0 else self._links.rate(*side)
+
     def _into(self, side: Side) -> Port:
         if side not in self._in:
-            self._in[side] = Port(self._agenda, self._links)
+            self._in[side] = Port(self._agenda, self._links, self._rate(side))
         return self._in[side]
 
     def _out_of(self, side: Side) -> Port:
         if side not in self._out:
-            note = partial(self._traffic.carried, side[0]) if self._traffic else None
-            self._out[side] = Port(self._agenda, self._links, note)
+            seen = self._traffic if side[0] >= 0 else None
+            note = partial(seen.carried, side[0]) if seen else None
+            self._out[side] = Port(self._agenda, self._links, self._rate(side), note)
         return self._out[side]
 
 

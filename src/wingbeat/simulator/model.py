@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wingbeat.planning import plans
 from wingbeat.planning.plans import Measured
-from wingbeat.types import Fusion, LayerPositions, TensorSpec
+from wingbeat.types import Fusion, LayerPositions, Plan, TensorSpec
 
 ITEMSIZE = 4
 """Bytes of an element of a gradient."""
@@ -67,7 +67,8 @@ class Buckets:
 
     ``of`` is the bucket of each tensor, and ``forward`` has the buckets, first needed first.
     ``members`` and ``numel`` count tensors and elements by bucket, without padding and flags.
-    ``places`` has the positions among the layers, first needed first.
+    ``places`` has the positions among the layers, first needed first. ``parameters`` has the names
+    and shapes of each bucket.
     """
 
     of: tuple[int, ...]
@@ -76,12 +77,17 @@ class Buckets:
     forward: tuple[int, ...]
     fully_connected: tuple[bool, ...]
     places: LayerPositions
+    parameters: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
 
 
 def buckets_of(model: Model, fusion: Fusion) -> Buckets:
     """Return the buckets that training would make by this rule."""
+    return planned_buckets(model, plans.make_plan(fusion, model.tensors, model.ready_order))
+
+
+def planned_buckets(model: Model, plan: Plan) -> Buckets:
+    """Return the buckets of a plan."""
     order = model.ready_order
-    plan = plans.make_plan(fusion, model.tensors, order)
     of = [0] * len(model.tensors)
     for number, bucket in enumerate(plan.buckets):
         for tensor in bucket.tensors:
@@ -102,6 +108,37 @@ def buckets_of(model: Model, fusion: Fusion) -> Buckets:
         LayerPositions(
             tuple(min(layer_of[t] for t in plan.buckets[b].tensors) for b in forward), len(having)
         ),
+        tuple(
+            tuple((model.tensors[t].name, model.tensors[t].shape) for t in bucket.tensors)
+            for bucket in plan.buckets
+        ),
+    )
+
+
+def shard_of(model: Model, processes: int) -> Model:
+    """Return what a process has of a model that FSDP2 divides: rows of each parameter."""
+    if processes == 1:
+        return model
+    shards = (
+        replace(tensor, shape=(-(-tensor.shape[0] // processes), *tensor.shape[1:]))
+        if tensor.shape
+        else tensor
+        for tensor in model.tensors
+    )
+    return replace(model, tensors=tuple(shards))
+
+
+def layers_of(model: Model) -> Buckets:
+    """Return a bucket for each layer, also for those without parameters."""
+    numbers = range(len(model.layers))
+    of = {t: number for number in numbers for t in model.layers[number].tensors}
+    return Buckets(
+        tuple(of[t] for t in sorted(of)),
+        tuple(len(layer.tensors) for layer in model.layers),
+        tuple(_numel(model, layer.tensors) for layer in model.layers),
+        tuple(numbers),
+        (False,) * len(numbers),
+        LayerPositions(tuple(numbers), len(numbers)),
     )
 
 

@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from wingbeat import schedules
+from wingbeat.compression import options_of
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
 from wingbeat.schedules.events import (
+    Announce,
+    Await,
     BackwardBegins,
     BackwardEnds,
     BucketReady,
+    Command,
     Event,
+    Operation,
     ParametersNeeded,
+    Place,
     Planned,
     Schedule,
     Start,
     Step,
     StepCalled,
     Update,
+    UpdateOwn,
     Wait,
 )
-from wingbeat.simulator.agenda import Agenda
+from wingbeat.schedules.intents import Answer, Intent
+from wingbeat.simulator.agenda import Agenda, Busy, Cores
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work, coding_of
-from wingbeat.simulator.exchange import Exchange, SimulationContext, Waitable
-from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
-from wingbeat.simulator.network import LOCAL, Hosts, Network
+from wingbeat.simulator.exchange import Collectives, Exchange, SimulationContext, Waitable
+from wingbeat.simulator.merging import merged_buckets
+from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of, layers_of, shard_of
+from wingbeat.simulator.network import LOCAL, GroupNetwork, Network, Wires
+from wingbeat.topologies import Ring
 from wingbeat.traits import KEPT
 from wingbeat.types import Layout
 
@@ -45,7 +56,9 @@ RecordAction = Callable[[float, int, str, int], None]
 class Worker:
     """Runs iterations of forward, backward and step with its schedule.
 
-    ``slow`` is a factor of the layers' times.
+    ``slow`` is a factor of the layers' times, which need no processor of ``cores``. ``shards``:
+    each worker updates one of so many parts of a bucket; 0: all of it. ``inside`` exchanges the
+    layers, by number, with the other processes of a replica.
     """
 
     def __init__(
@@ -58,13 +71,18 @@ class Worker:
         work: Work,
         agenda: Agenda,
         record: RecordAction,
+        cores: Cores,
         slow: float = 1.0,
         sleeps: Sleeps = lambda _rank, _iteration: 0.0,
+        shards: int = 0,
+        inside: Exchange | None = None,
     ) -> None:
         self._rank, self._model, self._buckets = rank, model, buckets
         self._schedule, self._exchange = schedule, exchange
         self._work, self._agenda, self._record = work, agenda, record
-        self._slow, self._sleeps = slow, sleeps
+        self._cores, self._slow, self._sleeps, self._shards = cores, slow, sleeps, shards
+        self._inside = inside
+        self._announced: tuple[Intent, frozenset[int], Sequence[Waitable]] | None = None
         self.ends: list[float] = []
         self._thread: Iterator[Pause] = iter(())
 
@@ -82,7 +100,11 @@ class Worker:
 
     def _advance(self) -> None:
         for pause in self._thread:
-            if isinstance(pause, (int, float)):
+            if isinstance(pause, Busy):
+                if pause > 0:
+                    self._cores.work(pause, self._advance)
+                    return
+            elif isinstance(pause, (int, float)):
                 if pause > 0:
                     self._agenda.at(self._agenda.now + pause, self._advance)
                     return
@@ -91,65 +113,111 @@ class Worker:
                 return
 
     def _train(self, iterations: int) -> Iterator[Pause]:
-        yield from self._notify(Planned(self._buckets.forward))
+        numbers = iter(range(sum(self._buckets.members)))
+        members = tuple(frozenset(islice(numbers, n)) for n in self._buckets.members)
+        used = frozenset().union(*members)
+        yield from self._notify(Planned(self._buckets.forward, members))
         for iteration in range(1, iterations + 1):
             yield self._sleeps(self._rank, iteration)
             yield from self._forward()
             yield from self._backward()
-            yield from self._notify(StepCalled())
+            yield from self._notify(StepCalled(used=used))
             self.ends.append(self._agenda.now)
         yield from self._notify(ParametersNeeded(self._buckets.forward))
 
     def _forward(self) -> Iterator[Pause]:
-        for layer in self._model.layers:
+        for number, layer in enumerate(self._model.layers):
             if layer.tensors:
                 needed = dict.fromkeys(self._buckets.of[t] for t in layer.tensors)
                 yield from self._notify(ParametersNeeded(tuple(needed)))
+                yield from self._gather_inside(number)
             yield layer.forward_s * self._slow
 
     def _backward(self) -> Iterator[Pause]:
-        missing = list(self._buckets.members)
-        ready, begun = 0, False
-        for layer in reversed(self._model.layers):
+        self._missing, self._ready, self._begun = list(self._buckets.members), 0, False
+        last = len(self._model.layers) - 1
+        for number, layer in zip(range(last, -1, -1), reversed(self._model.layers), strict=True):
             sizes = {t: self._model.tensors[t].numel for t in reversed(layer.tensors)}
             seconds = layer.backward_s * self._slow
-            if not sizes:
+            if not sizes or self._inside is not None:
+                if sizes:
+                    yield from self._gather_inside(number)
                 yield seconds
+                seconds = 0.0
+            if sizes and self._inside is not None:
+                self._inside.start(Operation.REDUCE_SCATTER, number, chained=False)
+                yield from self._inside.under_way(number)
             for tensor, numel in sizes.items():
                 yield seconds * numel / sum(sizes.values())
-                if not begun:
-                    begun = True
-                    yield from self._notify(BackwardBegins())
-                yield numel * ITEMSIZE * self._work.fill_s_per_byte
-                missing[self._buckets.of[tensor]] -= 1
-                while ready < len(missing) and missing[ready] == 0:
-                    yield from self._notify(BucketReady(ready))
-                    ready += 1
+                yield from self._filled(tensor, numel)
         yield from self._notify(BackwardEnds())
+
+    def _filled(self, tensor: int, numel: int) -> Iterator[Pause]:
+        """Copy a gradient into its bucket."""
+        if not self._begun:
+            self._begun = True
+            yield from self._notify(BackwardBegins())
+        yield Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
+        self._missing[self._buckets.of[tensor]] -= 1
+        while self._ready < len(self._missing) and self._missing[self._ready] == 0:
+            yield from self._notify(BucketReady(self._ready))
+            self._ready += 1
+
+    def _gather_inside(self, layer: int) -> Iterator[Pause]:
+        """Gather the parameters of a layer from the other processes of the replica."""
+        if self._inside is not None:
+            self._inside.start(Operation.ALL_GATHER, layer, chained=False)
+            yield from self._inside.under_way(layer)
 
     def _notify(self, event: Event) -> Iterator[Pause]:
         """Perform the commands of the schedule for ``event``."""
-        for command in self._schedule.react(event):
-            match command:
-                case Start():
-                    self._start(command)
-                case Wait(bucket):
-                    yield from self._exchange.under_way(bucket)
-                case Update(bucket):
-                    self._record(self._agenda.now, self._rank, "update", bucket)
-                    yield self._update_s(self._buckets.numel[bucket])
-                case Step():
-                    self._record(self._agenda.now, self._rank, "step", -1)
-                    yield self._update_s(sum(self._buckets.numel))
+        commands, answer = self._schedule.react(event), None
+        while True:
+            try:
+                command = commands.send(answer)
+            except StopIteration:
+                return
+            answer = yield from self._perform(command)
 
-    def _update_s(self, numel: int) -> float:
-        return numel * ITEMSIZE * self._work.update_s_per_byte
+    def _perform(self, command: Command) -> Generator[Pause, None, Answer | None]:
+        match command:
+            case Start(operation, bucket, chained):
+                yield Busy(self._exchange.before_s(operation, bucket))
+                self._record(self._agenda.now, self._rank, operation.value, bucket)
+                self._exchange.start(operation, bucket, chained)
+            case Wait(bucket):
+                yield from self._exchange.under_way(bucket)
+                yield Busy(self._exchange.after_s(bucket))
+            case Update(bucket):
+                self._record(self._agenda.now, self._rank, "update", bucket)
+                numel = self._buckets.numel[bucket]
+                # A divided optimizer has updated them: gathered parameters are copied.
+                yield self._copy_s(numel) if self._shards else self._update_s(numel)
+            case UpdateOwn(bucket):
+                yield self._update_s(self._buckets.numel[bucket] / self._shards)
+            case Place(bucket):
+                yield self._copy_s(self._buckets.numel[bucket] / self._shards)
+            case Step():
+                self._record(self._agenda.now, self._rank, "step", -1)
+                yield self._update_s(sum(self._buckets.numel))
+            case Announce(intent, used):
+                self._announced = intent, used, self._exchange.announce()
+            case Await():
+                assert self._announced is not None, "an announcement comes first"
+                intent, used, rows = self._announced
+                yield from rows
+                return Answer((intent,) * self._shards, used)  # all workers do the same
+        return None
 
-    def _start(self, command: Start) -> None:
-        bucket = command.bucket
-        self._record(self._agenda.now, self._rank, command.operation.value, bucket)
-        self._exchange.start(command.operation, bucket, command.chained)
+    def _update_s(self, numel: float) -> Busy:
+        return Busy(numel * ITEMSIZE * self._work.update_s_per_byte)
 
+    def _copy_s(self, numel: float) -> Busy:
+        return Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
+
+
+_TRIED = 3
+"""Iterations of each plan of merged layers that is compared; the first does not count."""
 
 Moment = tuple[float, int, str, int]
 """Time, rank, action, and bucket (-1: none)."""
@@ -191,6 +259,8 @@ def simulate(
     layout: Layout | None = None,
     local: Links = LOCAL,
     coding: Coding | None = None,
+    cores: int | None = None,
+    inside: int = 1,
 ) -> Run:
     """Train ``model`` for ``iterations`` iterations in virtual time.
 
@@ -198,13 +268,14 @@ def simulate(
 
     Args:
         model: layers and their times.
-        strategy: the strategy. Codecs are simulated for gradients to servers only.
+        strategy: the strategy. A codec is on, whatever its trial might decide, and after its
+            warm-up.
         workers: number of workers.
         links: network interfaces.
         work: cost of communication in processor time.
         slow: by rank, factor of a worker's compute times. Without it all workers act identically,
-            and only rank 0 is simulated, exchanging messages with itself; with servers all workers
-            are simulated.
+            and only those of the first host are simulated, exchanging messages among themselves;
+            with servers, or hosts of unequal numbers of workers, all workers are simulated.
         sleeps: by rank and iteration, counted from 1, seconds for which a worker sleeps before it;
             all workers are then simulated.
         iterations: number of iterations, at least 1.
@@ -215,31 +286,76 @@ def simulate(
             reached without delay.
         coding: encoding of gradients to servers and its cost; by default the strategy's on one
             core.
+        cores: processors of each host, which the threads of its workers share; by default each
+            thread has its own. The model itself runs on a device.
+        inside: processes of each worker, which is then a replica with a host of its own, divided by
+            FSDP2: each layer is gathered by ``local`` before its forward and before its backward,
+            and its gradients are reduced after it, without overlap with computation. Each process
+            exchanges its shards with those of the same number in the other replicas. Ranks are
+            numbered host by host.
 
     Raises:
         UsageError: a number is out of range, or the strategy cannot be simulated.
     """
+    _check(strategy, workers, iterations, layout, coding, cores)
+    if inside < 1 or (inside > 1 and layout is not None):
+        raise UsageError(
+            f"simulate(inside={inside}): 1 or more, and without layout=, as each replica has a host"
+        )
+    served = KEPT in strategy.exchange.has
+    job = _Job(
+        model,
+        strategy,
+        links,
+        local,
+        layout or Layout.even(workers, 1),
+        work or Work(),
+        coding or (coding_of(strategy.wire) if served else Coding()),
+        cores,
+        slow or {},
+        sleeps,
+        schedule,
+        inside,
+    )
+    divided = shard_of(model, inside)
+    if strategy.plan.merging() is None:
+        buckets = buckets_of(divided, strategy.plan.fusion())
+    else:
+        buckets = merged_buckets(
+            divided, strategy, job.prepare, lambda tried: job.train(tried, _TRIED).median_s
+        )
+    return job.train(buckets, iterations, traffic)
+
+
+def _check(
+    strategy: Strategy,
+    workers: int,
+    iterations: int,
+    layout: Layout | None,
+    coding: Coding | None,
+    cores: int | None,
+) -> None:
+    """Raise a `UsageError` for what `simulate` cannot do."""
     if workers < 1 or iterations < 1:
         raise UsageError(f"simulate(workers={workers}, iterations={iterations}): 1 or more")
     if layout is not None and layout.workers != workers:
         raise UsageError(f"simulate(workers={workers}): layout has {layout.workers}; give as many")
-    if layout is not None and traffic is not None:
-        raise UsageError(
-            "simulate(layout=, traffic=): what shared interfaces send is not recorded; give one of "
-            "them"
-        )
     if not strategy.exchange.lockstep:
         raise UsageError(
             "simulate(): workers that make iterations of their own (Bounded, Canary) are another "
             "simulation: simulate_bounded()"
         )
     served = KEPT in strategy.exchange.has
-    coded, divides = strategy.wire and not served, strategy.update_part.divides
-    if coded or divides or strategy.plan.merging() is not None:
+    options = options_of(strategy.wire)
+    if strategy.update_part.on_servers or options.ends_after is not None:
         raise UsageError(
-            "simulate(): strategies with a compression (but to servers), a divided optimizer "
-            '(shard_optimizer, update="server") or measured merging are not simulated yet; '
-            "simulate one without"
+            'simulate(): servers that update (update="server") and a codec in a share of the '
+            "iterations are not simulated yet; simulate one without"
+        )
+    if cores is not None and (cores < 1 or served):
+        raise UsageError(
+            f"simulate(cores={cores}): 1 or more, and not with servers, whose threads have "
+            "processors of their own; leave it out"
         )
     if coding is not None and not served:
         raise UsageError("simulate(coding=): it is how gradients travel to servers; leave it out")
@@ -248,46 +364,126 @@ def simulate(
             "simulate(): thresholds are not tuned within a run; use "
             "simulator.Thresholds(...).tuned(), or threshold=NUMBER"
         )
-    work = work or Work()
-    make = schedule or schedules.BY_NAME[strategy.schedule.machine]
-    agenda = Agenda()
-    trace: list[Moment] = []
-    buckets = buckets_of(model, strategy.plan.fusion())
-    network = Hosts(agenda, layout, links, local) if layout else Network(agenda, links, traffic)
-    context = SimulationContext(
-        strategy.topology,
-        layout or Layout.even(workers, 1),
-        buckets,
-        links,
-        work,
-        agenda,
-        network,
-        alike=not slow and sleeps is None and layout is None,
-        traffic=traffic,
-        coding=coding or coding_of(strategy.wire),
-    )
-    exchanges = strategy.exchange.build_simulated(context)
-    simulated = [
-        Worker(
+
+
+@dataclass(frozen=True)
+class _Job:
+    model: Model
+    strategy: Strategy
+    links: Links
+    local: Links
+    layout: Layout
+    work: Work
+    coding: Coding
+    cores: int | None
+    slow: Mapping[int, float]
+    sleeps: Sleeps | None
+    schedule: Callable[[], Schedule] | None
+    inside: int
+
+    def prepare(self, agenda: Agenda, buckets: Buckets) -> SimulationContext:
+        """Return a new cluster, on which nothing has begun: one column, if replicas have some."""
+        return self._columns(agenda, buckets, self._network(agenda, None), None)[0]
+
+    def train(self, buckets: Buckets, iterations: int, traffic: Traffic | None = None) -> Run:
+        """Simulate so many iterations on a new cluster."""
+        agenda, trace = Agenda(), list[Moment]()
+        network = self._network(agenda, traffic)
+        columns = self._columns(agenda, buckets, network, traffic)
+        built = [self.strategy.exchange.build_simulated(each) for each in columns]
+        simulated = [
+            self._worker(rank, column, buckets, exchange, network, context, trace)
+            for rank, exchanges in enumerate(zip(*(each.workers for each in built), strict=True))
+            for column, (exchange, context) in enumerate(zip(exchanges, columns, strict=True))
+        ]
+        for worker in simulated:
+            worker.begin(iterations)
+        agenda.run()
+        for worker in simulated:
+            worker.check_finished(iterations)
+        ends = [0.0, *simulated[0].ends]
+        spans = tuple(b - a for a, b in itertools.pairwise(ends))
+        repeated = sum(each.mailboxes.repeated for each in built if each.mailboxes)
+        return Run(spans, tuple(trace), repeated)
+
+    def _network(self, agenda: Agenda, traffic: Traffic | None) -> Network:
+        layout = self.layout
+        if self.inside > 1:
+            layout = Layout.even(layout.workers, self.inside)
+        return Network(agenda, Wires(layout, self.links, self.local), traffic)
+
+    def _columns(
+        self, agenda: Agenda, buckets: Buckets, network: Network, traffic: Traffic | None
+    ) -> list[SimulationContext]:
+        """Return the workers, or those processes of each that exchange with each other."""
+        whole = SimulationContext(
+            self.strategy.topology,
+            self.layout,
+            buckets,
+            self.links,
+            self.work,
+            agenda,
+            network,
+            alike=not self.slow and self.sleeps is None and self.links.alike,
+            traffic=traffic,
+            coding=self.coding,
+            wire=self.strategy.wire,
+            cores=[Cores(agenda, self.cores) for _ in self.layout.hosts],
+            columns=self.inside,
+        )
+        if self.inside == 1:
+            return [whole]
+        replicas = range(self.layout.workers)
+        return [
+            replace(
+                whole,
+                network=GroupNetwork(
+                    network, f"column {column}", [r * self.inside + column for r in replicas]
+                ),
+                column=column,
+            )
+            for column in range(self.inside)
+        ]
+
+    def _worker(
+        self,
+        number: int,
+        column: int,
+        buckets: Buckets,
+        exchange: Exchange,
+        network: Network,
+        context: SimulationContext,
+        trace: list[Moment],
+    ) -> Worker:
+        rank = number * self.inside + column
+        update = self.strategy.update_part
+        machine = update.machine(self.strategy.schedule.machine)
+        make = self.schedule or schedules.BY_NAME[machine]
+        inside = None
+        if self.inside > 1:
+            members = range(number * self.inside, (number + 1) * self.inside)
+            inside = Collectives(
+                column,
+                self.inside,
+                layers_of(self.model),
+                Ring(),
+                replace(self.links, count=1),
+                self.work,
+                context.agenda,
+                GroupNetwork(network, "inside", members),
+            )
+        return Worker(
             rank,
-            model,
+            shard_of(self.model, self.inside),
             buckets,
             make(),
             exchange,
-            work,
-            agenda,
+            self.work,
+            context.agenda,
             lambda *moment: trace.append(moment),
-            slow=(slow or {}).get(rank, 1.0),
-            sleeps=sleeps or (lambda _rank, _iteration: 0.0),
+            context.cores[self.layout.host_of[number]],
+            slow=self.slow.get(rank, 1.0),
+            sleeps=self.sleeps or (lambda _rank, _iteration: 0.0),
+            shards=self.layout.workers if update.shards else 0,
+            inside=inside,
         )
-        for rank, exchange in enumerate(exchanges.workers)
-    ]
-    for worker in simulated:
-        worker.begin(iterations)
-    agenda.run()
-    for worker in simulated:
-        worker.check_finished(iterations)
-    ends = [0.0, *simulated[0].ends]
-    spans = tuple(b - a for a, b in itertools.pairwise(ends))
-    mailboxes = exchanges.mailboxes
-    return Run(spans, tuple(trace), mailboxes.repeated if mailboxes else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from wingbeat.topologies.topology import Topology, forward_along
 from wingbeat.types import Hop, Layout, Recv, Round, Send, Span
@@ -26,6 +27,8 @@ class Hierarchical(Topology):
         direct: whether aggregators exchange with owners directly, so that a block is encoded once
             in each direction; else hosts form a ring.
     """
+
+    symmetric: ClassVar[bool] = True
 
     layout: Layout
     direct: bool = False

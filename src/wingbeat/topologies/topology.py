@@ -27,7 +27,8 @@ class Topology(ExchangePart, ABC):
 
     ``spans_links``: one program uses all interfaces. Each hop has its interface, data may arrive on
     one and leave on another, and ``interface`` is 0. ``symmetric``: each rank's rounds are those of
-    rank 0 with all peers shifted by the rank, for blocks of equal length. ``in_place``: sent data
+    rank 0 with all peers shifted by the rank, for blocks of equal length; in `Hierarchical`, of
+    hosts with equal numbers of consecutive workers, shifted by whole hosts. ``in_place``: sent data
     does not change until it has arrived; otherwise copies are sent.
     """
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from wingbeat import topologies
 from wingbeat.errors import UsageError
-from wingbeat.schedules.events import Operation
 from wingbeat.settings import Settings
 from wingbeat.traits import WHOLE, ExchangePart
 
@@ -16,12 +14,7 @@ if TYPE_CHECKING:
     from wingbeat.engine.context import BuildContext
     from wingbeat.engine.runtime import Runtime
     from wingbeat.parts.strategy import Strategy
-    from wingbeat.simulator.exchange import (
-        Exchange,
-        SimulatedExchanges,
-        SimulationContext,
-        Waitable,
-    )
+    from wingbeat.simulator.exchange import SimulatedExchanges, SimulationContext
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -103,26 +96,6 @@ class Partial(Settings, ExchangePart):
 
     def build_simulated(self, context: SimulationContext) -> SimulatedExchanges:
         """Make exchanges that gather a part, flags and counts of each bucket in virtual time."""
-        from wingbeat.simulator.exchange import SimulatedExchanges
+        from wingbeat_lab.ako.simulated import build_exchanges
 
-        workers, buckets = context.layout.workers, context.buckets
-        parts = self.partitions or workers
-        rows = zip(buckets.numel, buckets.members, strict=True)
-        numel = tuple(workers * (-(-n // parts) + members + workers) for n, members in rows)
-        sent = replace(context, buckets=replace(buckets, numel=numel))
-        return SimulatedExchanges([_Gathering(each) for each in sent.collectives().workers])
-
-
-@dataclass(frozen=True)
-class _Gathering:
-    """Gathers buckets in place of the operation that the schedule starts."""
-
-    inner: Exchange
-
-    def start(self, operation: Operation, bucket: int, chained: bool) -> None:  # noqa: ARG002
-        """Start an all-gather of a bucket."""
-        self.inner.start(Operation.ALL_GATHER, bucket, chained)
-
-    def under_way(self, bucket: int) -> Sequence[Waitable]:
-        """Return the operation that was started last on a bucket."""
-        return self.inner.under_way(bucket)
+        return build_exchanges(context, self.partitions)

@@ -11,12 +11,12 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.rules import ABLATION, Rules, count_components
 from wingbeat.simulator import GroupRun, Links, Model, TimedLayer, Work, simulate, simulate_groups
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.network import GroupNetwork, Hosts
+from wingbeat.simulator.network import GroupNetwork, Network, Wires
 from wingbeat.types import Layout, TensorSpec
 
 FREE = Work(
-    chunk_s=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0, update_s_per_byte=0.0, message_s=0.0,
-    meeting_s=0.0, copy_s_per_byte=0.0,
+    chunk_s=0.0, wire_s_per_byte=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0,
+    update_s_per_byte=0.0, message_s=0.0, meeting_s=0.0, copy_s_per_byte=0.0,
 )  # fmt: skip
 LINKS = Links(bytes_per_s=1e6, latency_s=0.0)
 NEAR = Links(bytes_per_s=1e12, latency_s=0.0)
@@ -89,8 +89,10 @@ def test_static_groups_of_an_odd_number_of_hosts_meet_anew() -> None:
             run(None, Layout.even(hosts, 1), work=replace(FREE, meeting_s=s), warmup=8)
             for s in (0.5, 0.0)
         )
-        assert made.iteration_s - free.iteration_s == pytest.approx(anew, abs=0.13 * bool(anew))
-        assert (made.iteration_s > free.iteration_s) == bool(anew)
+        assert made.iteration_s - free.iteration_s == pytest.approx(
+            anew, abs=0.13 if anew else 1e-9
+        )
+        assert (made.iteration_s > free.iteration_s + 1e-9) == bool(anew)
 
 
 def test_parameters_are_copied_before_and_after_an_average() -> None:
@@ -125,7 +127,7 @@ def test_an_average_that_takes_longer_than_a_step_is_waited_for() -> None:
 
 def test_meetings_of_the_same_members_do_not_mix() -> None:
     agenda = Agenda()
-    network = Hosts(agenda, Layout.even(3, 1), LINKS, NEAR)
+    network = Network(agenda, Wires(Layout.even(3, 1), LINKS, NEAR))
     first, second = (GroupNetwork(network, meeting, (2, 1)) for meeting in (1, 2))
     key = (0, 1, 0, 0, 0, 7)
     first.announce(key)
@@ -196,3 +198,35 @@ def test_a_thousand_workers() -> None:
     made = run(Rules(), Layout.even(250, 4), iterations=6, jitter=0.05, work=Work())
     assert made.iteration_s < 2.0
     assert count_components(made.groups, 1000) < 50
+
+
+def test_replicas_of_several_processes_average_parts_on_the_interface_of_their_host() -> None:
+    together = ABLATION["+ division"]
+    for processes in (1, 2, 4):
+        made = run(together, Layout.even(2, 1), inside=processes)
+        assert made.iteration_s == pytest.approx(1.0 + 0.12, rel=1e-3)
+    # Three times half of 120 KB pass from process to process of a host.
+    slow_inside = Links(bytes_per_s=1e6, latency_s=0.0)
+    made = run(together, Layout.even(2, 1), inside=2, local=slow_inside)
+    assert made.iteration_s == pytest.approx(1.0 + 0.12 + 3 * 0.06, rel=1e-3)
+    with pytest.raises(UsageError, match="the layout has 2 hosts"):
+        run(together, Layout.even(2, 2), inside=2)
+
+
+@pytest.mark.parametrize(
+    ("compression", "share"), [("bf16", 1 / 2), ("sketch", 32_048 / 120_000), ("topk@0.01", 0.015)]
+)
+def test_averages_take_the_time_of_what_travels(compression: str, share: float) -> None:
+    """DiLoCo's differences through a codec; each half of a sketch has a table of 1 KB."""
+    free = replace(FREE, codecs=0.0)
+    made = run(Rules.all_workers(), Layout.even(2, 1), compression=compression, work=free)
+    assert made.iteration_s - 1.0 == pytest.approx(0.12 * share, rel=0.05)
+    busy = replace(FREE, codecs=1000.0)
+    slower = run(Rules.all_workers(), Layout.even(2, 1), compression=compression, work=busy)
+    assert slower.iteration_s > made.iteration_s + 0.01
+
+
+def test_groups_sum_inside_hosts_first() -> None:
+    """All of 2 x 4 workers: each host sends the parameters once, and not 7/4 of them."""
+    made = run(Rules.all_workers(), Layout.even(2, 4))
+    assert made.iteration_s == pytest.approx(1.0 + 0.12, rel=1e-2)

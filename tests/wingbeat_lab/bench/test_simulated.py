@@ -47,3 +47,37 @@ def test_switches_without_classes_have_none_in_virtual_time() -> None:
         checked = config.check()
         times.append(simulated.median_s(checked, checked.rows[0]))
     assert times[0] < times[1]
+
+
+@pytest.mark.parametrize(
+    ("lab", "times"),
+    [
+        ("star:4@100mbit,h3@50mbit", 2.0),
+        ("star:4x2@100mbit,h3.eth1@50mbit", 2 / 3),
+        # Two of three hops of a ring of four stay on a leaf switch.
+        ("fat-tree:4/2@100mbit+50mbit", 2.0),
+        ("fat-tree:4/2@100mbit+100mbit", 1.0),
+    ],
+)
+def test_uneven_hosts_and_trunks_take_their_time(lab: str, times: float) -> None:
+    found = []
+    for each in ("star:4@100mbit", lab):
+        config = BenchConfig(
+            lab=each, model="paced:vgg16@0.05", strategies=("allreduce",), iterations=1, rounds=1
+        )
+        checked = config.check()
+        found.append(simulated.median_s(checked, checked.rows[0]))
+    assert found[1] / found[0] == pytest.approx(times, rel=0.05)
+
+
+def test_cross_traffic_is_refused() -> None:
+    config = BenchConfig(
+        lab="fat-tree:4/2@1gbit+1gbit,cross=800mbitx4",
+        model="paced:resnet50@0.05",
+        strategies=("allreduce",),
+        iterations=1,
+        rounds=1,
+    )
+    checked = config.check()
+    with pytest.raises(UsageError, match="cross-traffic cannot be simulated"):
+        simulated.median_s(checked, checked.rows[0])

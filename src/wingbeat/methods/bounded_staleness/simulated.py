@@ -518,6 +518,11 @@ def simulate_bounded(
     job = _Job(colayers, bound, workers, links, coding or Coding(), work or Work())
     if cores is not None and (pool or cores < 1):
         raise UsageError(f"simulate_bounded(cores={cores}): 1 or more, and without pool=True")
+    if not links.alike and (pool or network != "star"):
+        raise UsageError(
+            f"simulate_bounded(network={network!r}, pool={pool}): hosts with different links, or "
+            'leaf switches, need network="star" and pool=False'
+        )
     agenda = Agenda()
     shared = Cores(agenda, cores)
     log = RunRecorder(agenda, workers, bound.colayers, gradients)

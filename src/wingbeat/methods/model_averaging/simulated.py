@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
+from wingbeat import compression as codecs
+from wingbeat import topologies
+from wingbeat.compression import Coded, Compression
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.generator import Generator, Member, Run
 from wingbeat.methods.model_averaging.rules import PHASES, Rules, group_of
 from wingbeat.methods.model_averaging.service import ConnectionCache
+from wingbeat.parts.strategy import Strategy
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.exchange import Collectives
-from wingbeat.simulator.model import ITEMSIZE, Buckets, Model
-from wingbeat.simulator.network import LOCAL, GroupNetwork, Hosts
-from wingbeat.topologies import Ring
+from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, shard_of
+from wingbeat.simulator.network import LOCAL, GroupNetwork, Network, Wires
+from wingbeat.simulator.run import simulate
 from wingbeat.types import LayerPositions, Layout
 
 _COPIES = 2
@@ -65,6 +69,8 @@ def simulate_groups(
     iterations: int = 40,
     warmup: int = 8,
     seed: int = 0,
+    compression: Compression = "fp32",
+    inside: int = 1,
 ) -> GroupRun:
     """Train ``model`` with averages of parameters over groups, in virtual time (Ripples, Fig. 7).
 
@@ -86,16 +92,27 @@ def simulate_groups(
         iterations: timed iterations, as the mean over workers.
         warmup: iterations before these.
         seed: of groups and jitter.
+        compression: encoding of what is averaged: of differences of models, where it is a codec.
+        inside: processes of each worker, which is then a replica with a host of its own, divided by
+            FSDP2 as in `wingbeat.simulator.simulate`. Its leader asks for groups, and each process
+            averages its part with those of the same number.
 
     Raises:
         UsageError: a number is out of range.
     """
+    if inside < 1 or (inside > 1 and len(layout.hosts) < layout.workers):
+        raise UsageError(
+            f"simulate_groups(inside={inside}): 1 or more, and with a host for each of the "
+            f"{layout.workers} replicas; the layout has {len(layout.hosts)} hosts"
+        )
     if iterations < 1 or every < 1 or warmup < 0 or jitter < 0:
         raise UsageError(
             f"simulate_groups(iterations={iterations}, every={every}, warmup={warmup}, jitter="
             f"{jitter}): allowed are 1 or more iterations, every=1 or more, others from 0 on"
         )
-    job = _Job(model, rules, layout, links, local, work or Work(), seed)
+    codec = codecs.parse(compression)
+    wire = codec if isinstance(codec, str) else codec.for_differences()
+    job = _Job(model, rules, layout, links, local, work or Work(), seed, wire, inside)
     first, last = warmup * layout.workers, (warmup + iterations) * layout.workers
     workers = [
         _Worker(rank, job, (slow or {}).get(rank, 1.0), jitter, overlap, every, last)
@@ -130,12 +147,28 @@ class _Job:
         local: Links,
         work: Work,
         seed: int,
+        wire: str | Coded,
+        inside: int,
     ) -> None:
         self.agenda = Agenda()
         self.model, self.rules, self.layout = model, rules, layout
         self.links, self.work, self.seed = links, work, seed
-        self.network = Hosts(self.agenda, layout, links, local)
-        self.numel = sum(tensor.numel for tensor in model.tensors)
+        self._inside, self._wire = inside, wire
+        processes = Layout.even(layout.workers, inside) if inside > 1 else layout
+        self.network = Network(self.agenda, Wires(processes, links, local))
+        self.inside_s = 0.0 if inside == 1 else _inside_s(model, inside, links, local, work)
+        tensors = shard_of(model, inside).tensors
+        self.numel = sum(tensor.numel for tensor in tensors)
+        parameters = tuple((tensor.name, tensor.shape) for tensor in tensors)
+        self._buckets = Buckets(
+            (0,) * len(tensors),
+            (len(tensors),),
+            (self.numel,),
+            (0,),
+            (False,),
+            LayerPositions((1,), 1),
+            (parameters,),
+        )
         self.ends: list[float] = []
         self.groups: list[tuple[int, ...]] = []
         self.workers: list[_Worker] = []
@@ -192,24 +225,59 @@ class _Job:
     def _exchange(
         self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
-        buckets = Buckets((0,), (1,), (self.numel,), (0,), (False,), LayerPositions((1,), 1))
-        place, size = members.index(rank), len(members)
-        network = GroupNetwork(self.network, average, members)
-        collectives = Collectives(
-            place, size, buckets, Ring(), self.links, self.work, self.agenda, network
+        place = members.index(rank)
+        layout = Layout.by_name(self.layout.host_of[member] for member in members)
+        ring, mesh = (
+            topologies.fitted(name, layout, self.links.count) for name in ("ring", "mesh")
         )
-        collectives.start(Operation.ALL_REDUCE, 0, chained=False)
-        parts = list(collectives.under_way(0))
-        left = len(parts)
+        left, after_s = 0, 0.0
 
         def one_over() -> None:
             nonlocal left
             left -= 1
             if not left:
-                over()
+                self.agenda.at(self.agenda.now + after_s, over)
 
-        for part in parts:
-            part.when_over(one_over)
+        columns = [
+            Collectives(
+                place,
+                len(members),
+                self._buckets,
+                ring,
+                self.links,
+                self.work,
+                self.agenda,
+                GroupNetwork(self.network, average, [m * self._inside + column for m in members]),
+                wire=self._wire,
+                mesh=mesh,
+                hosts=len(self.layout.hosts),
+            )
+            for column in range(self._inside)
+        ]
+        # All processes of a replica encode at the same time, each on a processor of its own.
+        encoded = self.agenda.now + columns[0].before_s(Operation.ALL_REDUCE, 0)
+
+        def start() -> None:
+            nonlocal left, after_s
+            for each in columns:
+                each.start(Operation.ALL_REDUCE, 0, chained=False)
+            after_s = columns[0].after_s(0)
+            parts = [part for each in columns for part in each.under_way(0)]
+            left = len(parts)
+            for part in parts:
+                part.when_over(one_over)
+
+        self.agenda.at(encoded, start)
+
+
+def _inside_s(model: Model, inside: int, links: Links, local: Links, work: Work) -> float:
+    """Return the seconds in which a replica gathers and reduces its layers in an iteration."""
+    layers = tuple(replace(each, forward_s=0.0, backward_s=0.0) for each in model.layers)
+    bare = replace(work, fill_s_per_byte=0.0, update_s_per_byte=0.0)
+    idle = replace(model, layers=layers)
+    return simulate(
+        idle, Strategy(), 1, links, work=bare, local=local, inside=inside, iterations=2
+    ).median_s
 
 
 class _Worker:
@@ -285,7 +353,8 @@ class _Worker:
         )  # fmt: skip
         while len(job.ends) < self._last:
             begun = agenda.now
-            seconds = compute_s * max(0.1, self._random.gauss(1.0, self._jitter)) + update_s
+            seconds = compute_s * max(0.1, self._random.gauss(1.0, self._jitter))
+            seconds += update_s + job.inside_s
             yield seconds
             if self._overlap:
                 yield from self._wait()

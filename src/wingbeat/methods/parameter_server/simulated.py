@@ -36,7 +36,7 @@ from wingbeat.planning.thresholds import (
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Coding, Links, Work
-from wingbeat.simulator.exchange import SimulatedExchanges, SimulationContext
+from wingbeat.simulator.exchange import Exchange, SimulatedExchanges, SimulationContext
 from wingbeat.simulator.interfaces import Interfaces
 from wingbeat.simulator.mailbox import LIMITS, Mailbox, Mailboxes
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
@@ -399,7 +399,7 @@ class SimulatedServer(SimulatedThread[Answer]):
 # -- the exchange ----------------------------------------------------------------------------
 
 
-class ServerExchange:
+class ServerExchange(Exchange):
     """One worker's pushes and pulls.
 
     ``rank`` seeds the random order of pulls. Servers are numbered after the ``workers``.
@@ -466,10 +466,17 @@ def build_exchanges(options: Servers, context: SimulationContext) -> SimulatedEx
     """Start the servers in host order, and connect every worker to them."""
     layout, links, work, agenda = context.layout, context.links, context.work, context.agenda
     workers, coding = layout.workers, context.coding
-    servers = options.count or workers
-    # Servers share the workers' hosts in turn.
+    hosts, columns = len(layout.hosts), context.columns
+    servers = options.count or -(-hosts // columns)
+    first = context.column * servers  # each column begins with another host
+
+    def host(number: int) -> int:
+        if number < workers:
+            return layout.host_of[number]
+        return (first + number - workers) % hosts
+
     interfaces = Interfaces(
-        agenda, links, lambda number: layout.host_of[number % workers], traffic=context.traffic
+        agenda, links, host, traffic=context.traffic, ports=context.ports, column=context.column
     )
     mailboxes = Mailboxes(agenda, interfaces, options.classes, links.count)
     numbers = range(workers, workers + servers)

@@ -1,0 +1,150 @@
+"""What gradients are on the links, and the processor time to encode and decode them.
+
+Sizes are those of the codecs that training uses. Seconds are for each byte of float32 on one core:
+of `Sketch` and `TopK` from ``docs/results/codecs.json`` (2026-11-26), of others the shortest of
+five calls, in CPU time, on the same machine (AMD EPYC, 2026-11-27): a cast of 32 MB, low rank of a
+matrix of 2048 x 4096 at ranks 1 and 4, and for each matrix a 50th of 50 of 64 x 64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from wingbeat import codecs
+from wingbeat.codecs.codec import Codec, Dense, SketchCodec
+from wingbeat.codecs.coding import Region, regions
+from wingbeat.codecs.lowrank import LowRankCodec
+from wingbeat.codecs.topk import TopKCodec
+from wingbeat.compression import Coded, for_parameter, options_of
+from wingbeat.simulator.model import ITEMSIZE
+from wingbeat.types import Span
+
+Parameters = Sequence[tuple[str, tuple[int, ...]]]
+"""Names and shapes of a bucket's parameters."""
+
+
+class Seconds(NamedTuple):
+    """Seconds to encode and to decode a byte of float32."""
+
+    encode: float
+    decode: float
+
+
+CAST = Seconds(0.065e-9, 0.149e-9)
+"""A cast to bfloat16, and back with a sum. Scaled float16 is taken to cost the same."""
+
+SKETCH = Seconds(1 / 1.79e9, 1 / 8.99e9)
+"""An 8-bit sketch with its residual."""
+
+SKETCH_4 = Seconds(1 / 1.68e9, 1 / 7.12e9)
+"""A 4-bit sketch with its residual."""
+
+_FEW_BITS = 4
+
+_FINAL = 1 << 30
+"""A step after all warm-ups."""
+
+
+def seconds_of(codec: Codec) -> Seconds:
+    """Return the seconds of a codec."""
+    match codec:
+        case Dense():
+            return Seconds(0.0, 0.0)
+        case SketchCodec():
+            return SKETCH if codec.bits > _FEW_BITS else SKETCH_4
+        case TopKCodec():
+            # Lines through the figures at densities of 0.001 and 0.01.
+            density = codec.density
+            return Seconds(0.105e-9 + 7.1e-9 * density, 0.030e-9 + 2.5e-9 * density)
+        case LowRankCodec():
+            return Seconds(2.7e-9, 0.037e-9 + 0.026e-9 * codec.rank)
+    return CAST
+
+
+class Packing(NamedTuple):
+    """How chunks of a bucket are packed: cast, or encoded by ``coding``."""
+
+    coding: codecs.Coding | None = None
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Approximate; 0 if blocks should not be divided."""
+        return 2.0 if self.coding is None else self.coding.bytes_per_element
+
+    def nbytes(self, span: Span) -> int:
+        """Return the bytes of a packed chunk."""
+        return 2 * len(span) if self.coding is None else self.coding.room(span)
+
+    def seconds(self, span: Span) -> Seconds:
+        """Return the seconds to pack and to unpack a chunk."""
+        if self.coding is None:
+            return _times(CAST, len(span))
+        return _of_regions(self.coding.regions, span)
+
+
+def _times(each: Seconds, numel: int) -> Seconds:
+    return Seconds(each.encode * numel * ITEMSIZE, each.decode * numel * ITEMSIZE)
+
+
+@lru_cache(maxsize=1 << 16)
+def _of_regions(parts: tuple[Region, ...], span: Span) -> Seconds:
+    encode = decode = 0.0
+    for region in parts:
+        numel = min(span.stop, region.span.stop) - max(span.start, region.span.start)
+        if numel > 0:
+            seconds = _times(seconds_of(region.codec), numel)
+            encode += seconds.encode
+            decode += seconds.decode
+    return Seconds(encode, decode)
+
+
+@dataclass(frozen=True, slots=True)
+class FactorsSent:
+    """The two sums of a bucket's low-rank factors, and the seconds of their arithmetic.
+
+    Attributes:
+        first: elements of the first all-reduce: dense gradients and the thin factors.
+        second: elements of the second one.
+        begin_s: training thread, before the first.
+        between_s: a thread of its own, between the two.
+        end_s: training thread, when the result is needed.
+    """
+
+    first: int
+    second: int
+    begin_s: float
+    between_s: float
+    end_s: float
+
+
+def packing_of(wire: str | Coded, parameters: Parameters) -> Packing | None:
+    """Return how chunks of a bucket are packed; None: they are sent as they are."""
+    if isinstance(wire, str):
+        return Packing() if wire else None
+    return Packing(codecs.Coding(list(regions(wire, parameters, _FINAL))))
+
+
+def factors_sent(wire: Coded, parameters: Parameters, factor: float) -> FactorsSent:
+    """Return the factors of a bucket, whose codec is summed.
+
+    ``factor`` applies to the seconds that grow with a matrix, not to those of each.
+    """
+    beside = thin = wide = 0
+    begin = between = end = 0.0
+    for name, shape in parameters:
+        options = options_of(for_parameter(wire, name))
+        rows, cols = options.matrix_of(shape)
+        numel, rank = math.prod(shape), options.rank
+        if not rows:
+            beside += numel
+            continue
+        thin, wide = thin + rank * rows, wide + rank * cols
+        nbytes = factor * numel * ITEMSIZE
+        begin += nbytes * (0.120e-9 + 0.014e-9 * rank) + 13e-6
+        between += nbytes * (0.032e-9 + 0.029e-9 * rank) + 36e-6
+        end += nbytes * (0.026e-9 + 0.042e-9 * rank) + 43e-6
+    return FactorsSent(beside + thin + 1, wide, begin, between, end)
