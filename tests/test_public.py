@@ -11,7 +11,18 @@ import wingbeat
 import wingbeat_lab
 
 PUBLIC = [
-    *("ADPSGD", "AllReduce", "BML", "Canary", "DeAR", "DiLoCo", "Geryon", "Group", "LocalSGD"),
+    *(
+        "ADPSGD",
+        "AllReduce",
+        "Auto",
+        "BML",
+        "Canary",
+        "DeAR",
+        "DiLoCo",
+        "Geryon",
+        "Group",
+        "LocalSGD",
+    ),
     *("LowRank", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy", "TopK", "distribute"),
     *("init", "join", "no_sync", "release", "shutdown", "synchronize"),
 ]

@@ -235,11 +235,12 @@ def simulate(
         )
     served = KEPT in strategy.exchange.has
     coded, divides = strategy.wire and not served, strategy.update_part.divides
-    if coded or divides or strategy.plan.merging() is not None:
+    decides = strategy.plan.merging() or strategy.plan.choosing()
+    if coded or divides or decides is not None:
         raise UsageError(
             "simulate(): strategies with a compression (but to servers), a divided optimizer "
-            '(shard_optimizer, update="server") or measured merging are not simulated yet; '
-            "simulate one without"
+            '(shard_optimizer, update="server"), measured merging or a choice by trial (Auto) are '
+            "not simulated yet; simulate one without"
         )
     if coding is not None and not served:
         raise UsageError("simulate(coding=): it is how gradients travel to servers; leave it out")

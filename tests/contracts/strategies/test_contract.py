@@ -12,6 +12,7 @@ from helpers.pool import Pool
 
 from . import cases, play
 from .registry import (
+    CHANGES,
     CHECKS,
     CODED,
     MEASURED,
@@ -54,6 +55,15 @@ TELLING = frozenset(
     }
 )
 """The cases that every strategy of `RARE` has in the quick run."""
+
+CHANGING = frozenset(
+    {
+        "no_sync_with_clipping",
+        "resume_adamw_loaded_after_steps",
+        "state_dicts_load_into_plain_objects",
+    }
+)
+"""Cases that a change of the strategy in each iteration has in the quick run, with `PLANNING`."""
 
 RARE = ("canary", "dear-mesh", "geryon-server", "mgwfbp")
 """Strategies that have few other cases in the quick run."""
@@ -108,7 +118,11 @@ def _usual(case: Scenario | Check, turn: int) -> set[Point]:
     others: list[Point] = []
     served: list[Point] = []
     for strategy in grid.strategies:
-        if strategy in (*MEASURED, *SERVED_CODED, *UPDATED_THERE):
+        if strategy == CHANGES:
+            chosen |= (
+                {(usual[0], strategy, usual[1])} if case.name in CHANGING | PLANNING else set()
+            )
+        elif strategy in (*MEASURED, *SERVED_CODED, *UPDATED_THERE):
             chosen |= {(usual[0], strategy, usual[1])} if _worth_seconds(case, strategy) else set()
         elif strategy in (*SERVED, *CODED):
             group = served if strategy in SERVED else others
