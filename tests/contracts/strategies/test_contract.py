@@ -93,6 +93,8 @@ def _worth_seconds(case: Scenario | Check, strategy: str) -> bool:
     Those that start servers with optimizers take longest, twice what the rest does: when their
     parameters are asked for depends little on the case, so they take turns.
     """
+    if strategy == CHANGES and case.name in CHANGING:
+        return True
     if case.name not in PLANNING:
         return False
     there = [name for name in UPDATED_THERE if name in case.grid.strategies]
@@ -118,11 +120,7 @@ def _usual(case: Scenario | Check, turn: int) -> set[Point]:
     others: list[Point] = []
     served: list[Point] = []
     for strategy in grid.strategies:
-        if strategy == CHANGES:
-            chosen |= (
-                {(usual[0], strategy, usual[1])} if case.name in CHANGING | PLANNING else set()
-            )
-        elif strategy in (*MEASURED, *SERVED_CODED, *UPDATED_THERE):
+        if strategy in (CHANGES, *MEASURED, *SERVED_CODED, *UPDATED_THERE):
             chosen |= {(usual[0], strategy, usual[1])} if _worth_seconds(case, strategy) else set()
         elif strategy in (*SERVED, *CODED):
             group = served if strategy in SERVED else others
