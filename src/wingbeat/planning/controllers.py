@@ -221,7 +221,7 @@ class StrategyController:
     def _use(self, candidate: Candidate) -> None:
         if candidate.schedule not in self._schedules:
             self._schedules[candidate.schedule] = BY_NAME[candidate.schedule]()
-        # It is told the buckets when these are made, before any gradient is in them.
+        # It receives `Planned` when the buckets are made, before any gradient is in them.
         self._runtime.schedule = self._schedules[candidate.schedule]
         self._bucketing.use(candidate.fusion)
         self._compression.on = candidate.coded
