@@ -22,6 +22,7 @@ from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.planning import controllers, trials
 from wingbeat.planning.controllers import StrategyController
+from wingbeat.schedules import Wfbp
 from wingbeat.topologies import Layout, name_of
 from wingbeat.transport import loopback
 
@@ -137,6 +138,8 @@ def test_each_iteration_equals_that_of_the_strategy_by_that_name_bit_for_bit() -
         for number in range(8):
             train(model, optimizer, range(number, number + 1))
             names.append(engine(model).control.choosing.name)
+            whole = isinstance(engine(model).runtime.schedule, Wfbp)
+            assert whole == names[-1].startswith("AllReduce")
             found.append(weights_of(model))
         wingbeat.release(model, optimizer)
         return names, found
@@ -282,28 +285,33 @@ def test_what_a_codec_has_not_sent_is_sent_when_it_is_left() -> None:
     """Gradients do not depend on weights: at the end these are the sum of all gradients."""
     strategy = Strategy(
         plan=parts.Chosen(mb=TINY_MB),
-        compression=parts.Sketch(bits=4, auto_disable=False),
+        compression=parts.Sketch(bits=2, auto_disable=False),
         schedule="dear",
     )
     batches, size = 12, 2
 
-    def body(world: Any) -> tuple[list[str], dict[str, Tensor]]:
+    def wanted(count: int) -> dict[str, Tensor]:
+        return trained_on([numbers_of(n, r) for n in range(count) for r in range(size)], size)
+
+    def body(world: Any) -> tuple[list[str], list[dict[str, Tensor]]]:
         model = Sums()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
-        names = []
+        names, found = [], []
         for number in range(batches):
             step(model, optimizer, numbers_of(number, world.rank))
             names.append(engine(model).control.choosing.name)
+            found.append(weights(model))
         wingbeat.release(model, optimizer)
-        return names, weights(model)
+        return names, found
 
     (names, found), *_ = run(body, size)
-    assert "Sketch" not in names[-1]
-    assert any("Sketch(bits=4" in name for name in names)
-    want = trained_on([numbers_of(n, r) for n in range(batches) for r in range(size)], size)
-    for name, value in want.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-4)
+    coded = ["Sketch(bits=2" in name for name in names]
+    assert coded[-3:] == [True, False, False]
+    for number in range(batches):
+        want = wanted(number + 1)
+        off = max(float((found[number][name] - value).abs().max()) for name, value in want.items())
+        assert off > 0.1 if coded[number] else off < 1e-4, (number, names[number], off)
 
 
 @pytest.mark.parametrize(
