@@ -31,12 +31,13 @@ from common import GERYON_TABLES as PAPER
 from common import show, write
 
 from wingbeat.errors import UsageError
+from wingbeat.profiling.profile import FLOAT32_BYTES
 from wingbeat_lab import pull_order
 from wingbeat_lab.bench import machine
 from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.cli.bench import check_writable
 from wingbeat_lab.layer_costs import LayerCosts
-from wingbeat_lab.paced.profile import FLOAT32_BYTES, load_profile
+from wingbeat_lab.paced.profile import load_profile
 from wingbeat_lab.pull_order import Rates, at_start, when_ready
 
 GBIT = 1e9 / 8

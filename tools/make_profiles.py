@@ -31,7 +31,8 @@ from profile_devices import LAMBDA, files
 from profile_networks import InceptionV4, LstmPtb, VggCifar, VggCifarNorm, Yolo
 from torch import Tensor, nn
 
-from wingbeat_lab.paced.profile import Parameter, Profile, ProfiledLayer, decode, encode
+from wingbeat.profiling import Parameter, Profile, ProfiledLayer, encode
+from wingbeat_lab.paced.profile import decode
 
 FOLDER = Path(__file__).resolve().parent.parent / "src" / "wingbeat_lab" / "paced" / "profiles"
 DEVICE = "NVIDIA GeForce RTX 2080 Ti, float32"

@@ -69,7 +69,7 @@ def main(words: list[str]) -> int:
         try:
             wheel = build(folder, words)
             python = install(folder, wheel)
-            for verb in ("plan", "bench"):  # one of each package
+            for verb in ("show", "bench"):  # one of each package
                 run([python.with_name("wingbeat"), verb, "--help"], cwd=folder, quiet=True)
             run([python, "-c", CHECK], cwd=folder, env=environment())
         except subprocess.CalledProcessError as err:

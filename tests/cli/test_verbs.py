@@ -45,7 +45,7 @@ def test_verbs_are_the_documented_ones() -> None:
 
 def test_the_documentation_lists_verbs_at_all() -> None:
     lab = {"lab run", "lab stats", "lab doctor"}
-    assert lab | {"bench", "demo", "plan", "store", "top"} == _documented()
+    assert lab | {"bench", "demo", "probe", "profile", "show", "store", "top"} == _documented()
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_starting_the_command_line_does_not_import_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_without_other_packages_the_verbs_are_plan_store_and_top() -> None:
+def test_without_other_packages_the_verbs_are_those_of_wingbeat() -> None:
     code = (
         "import importlib.metadata, sys; importlib.metadata.entry_points = lambda group: ();"
         "from wingbeat.cli.main import app;"
         "print([each.name for each in app.registered_commands], 'wingbeat_lab' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['plan', 'store', 'top'] False"
+    assert done.stdout.strip() == "['probe', 'profile', 'show', 'store', 'top'] False"

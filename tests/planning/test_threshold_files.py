@@ -111,11 +111,11 @@ def test_threshold_figure_unwritable_file_is_refused(tmp_path: Path) -> None:
         figures.draw_png(untuned(1, 2), tmp_path / "file" / "none.png")
 
 
-def test_plan_verb_shows_and_draws_thresholds(tmp_path: Path) -> None:
+def test_show_verb_shows_and_draws_thresholds(tmp_path: Path) -> None:
     path, png = tmp_path / "urgent.json", tmp_path / "urgent.png"
     result = result_of(3)
     files.save(path, result, KEY)
-    command = [sys.executable, "-m", "wingbeat.cli.main", "plan", str(path), "--png", str(png)]
+    command = [sys.executable, "-m", "wingbeat.cli.main", "show", str(path), "--png", str(png)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert result.explain() in " ".join(said.split())
     assert "tuned for parameters abc, workers 4" in said

@@ -169,7 +169,7 @@ class TwoLevel:
         self._group_queue, self._column_queue = SerialQueue(_threads), SerialQueue(_threads)
         self._lock = threading.Lock()
         self._put_off: list[TwoLevelJob] = []
-        self._running: set[TwoLevelJob] = set()  # the collector takes cycles that nobody holds
+        self._running: set[TwoLevelJob] = set()  # unreferenced cycles are collected
         self._calls = 0
         self._broken = ""
         world.on_close(self._inside.close)

@@ -84,7 +84,7 @@ class BenchConfig:
 
     Attributes:
         lab: the lab's spec, before scaling.
-        model: ``digits``, or ``paced:NAME`` with ``@SCALE``.
+        model: ``digits``, ``paced:NAME`` or a profile's ``FILE.json``, with ``@SCALE``.
         strategies: the rows; the first is the reference.
         iterations: timed iterations of each row, over all rounds.
         rounds: how often the rows take turns.

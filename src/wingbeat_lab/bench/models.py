@@ -142,12 +142,15 @@ def names() -> list[str]:
 
 
 def parse(text: str, *, stretch: float = 1.0) -> BenchModel:
-    """Parse ``digits``, ``paced:NAME`` or ``paced:NAME@SCALE``.
+    """Parse ``digits``, ``paced:NAME``, or the file of a profile; the last two with ``@SCALE``.
 
     UsageError for an unknown model, or an invalid scale or stretch.
     """
     if not (math.isfinite(stretch) and 0.01 <= stretch <= 100.0):
         raise UsageError(f"stretch = {stretch:g}; allowed: 0.01 to 100")
+    is_file = text.endswith(".json") or ".json@" in text
+    if is_file and not text.startswith(paced.profile.PREFIX):
+        text = paced.profile.PREFIX + text
     if text.startswith(paced.profile.PREFIX):
         return BenchModel(text, paced.parse(text), stretch)
     if text != "digits":

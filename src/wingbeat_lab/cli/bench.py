@@ -68,7 +68,11 @@ def register(app: typer.Typer) -> None:
 
 def bench(
     model: Annotated[
-        str, typer.Option(help="digits, or paced:NAME with @SCALE, as in paced:resnet50@0.25")
+        str,
+        typer.Option(
+            help="digits, paced:NAME with @SCALE, as in paced:resnet50@0.25, or a file of"
+            " wingbeat profile, as in train.json@0.25"
+        ),
     ] = "paced:resnet50@0.25",
     strategies: Annotated[
         list[str] | None,

@@ -466,6 +466,7 @@ def _parse_toml(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     if kind not in KINDS:
         raise unknown("lab kind", str(kind), KINDS, where=where)
     types: dict[str, type] = {**_KEYS[kind], "kind": str, "prio": int, "ip": int, "override": dict}
+    types["measured"] = list  # of `wingbeat probe`: latencies, which a lab does not emulate
     for key, value in data.items():
         if key not in types:
             raise unknown("key", key, types, where=where)
@@ -473,7 +474,7 @@ def _parse_toml(data: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UsageError(f"{key} = {value!r} in {where} must be of type {types[key].__name__}")
     for key in sorted(_NEEDED & types.keys() - data.keys()):
         raise UsageError(f"{where} lacks {key}, which {kind} needs")
-    values = {k: v for k, v in data.items() if k != "override"}
+    values = {k: v for k, v in data.items() if k not in ("override", "measured")}
     for key in ("rate", "trunk", "cross"):
         if key in values:
             values[key] = parse_rate(values[key], where=where)

@@ -11,18 +11,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from wingbeat_lab.paced.profile import (
-    Parameter,
-    Profile,
-    ProfiledLayer,
-    load_profile,
-    names,
-    parse,
-    table,
-)
+from wingbeat.profiling import Parameter, Profile, ProfiledLayer
+from wingbeat_lab.paced.profile import load_profile, names, parse, table
 
 if TYPE_CHECKING:
-    from wingbeat_lab.paced.model import PacedModel, simulator_model
+    from wingbeat.profiling import simulator_model
+    from wingbeat_lab.paced.model import PacedModel
 
 __all__ = [
     "PacedModel",
@@ -38,8 +32,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("PacedModel", "simulator_model"):
-        from wingbeat_lab.paced import model
+    if name == "simulator_model":
+        from wingbeat.profiling import simulator_model
 
-        return getattr(model, name)
+        return simulator_model
+    if name == "PacedModel":
+        from wingbeat_lab.paced.model import PacedModel
+
+        return PacedModel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

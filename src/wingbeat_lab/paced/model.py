@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wingbeat.simulator import Model, TimedLayer
-from wingbeat.types import TensorSpec
-from wingbeat_lab.paced.profile import FLOAT32_BYTES, Profile, ProfiledLayer
+from wingbeat.profiling import Profile, ProfiledLayer
 
 SHORTEST_SLEEP = 0.2e-3
 """Seconds. A shorter wait is added to that of the next layer."""
@@ -224,7 +222,8 @@ class PacedModel(nn.Module):
         self._clock = Clock()
         for layer in profile.layers:
             child = PacedLayer(layer, self._clock, factor=1.0 + 0.1 * rank, time_scale=time_scale)
-            self.add_module(layer.attribute, child)
+            taken = hasattr(self, layer.attribute)  # such as a layer that is called "profile"
+            self.add_module(f"{layer.attribute}_" if taken else layer.attribute, child)
 
     def forward(self, x: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Run the layers at their pace and return the loss; ``x`` is ignored."""
@@ -237,23 +236,3 @@ class PacedModel(nn.Module):
         out = _LastNode.apply(self._clock, out)
         self._clock.settle()
         return out
-
-
-def simulator_model(profile: Profile, time_scale: float = 1.0) -> Model:
-    """Return the simulator's model of ``PacedModel(profile, time_scale=time_scale)``."""
-    tensors: list[TensorSpec] = []
-    layers = []
-    for layer in profile.layers:
-        first = len(tensors)
-        # As in `engine.gradients.bucketing`: the parameter with most dimensions decides.
-        connected = max((len(p.shape) for p in layer.parameters), default=0) == 2
-        kind = "fc" if connected else ""
-        tensors += [
-            TensorSpec(f"{layer.name}.{p.name}", p.shape, "float32", FLOAT32_BYTES, layer=kind)
-            for p in layer.parameters
-        ]
-        numbers = tuple(range(first, len(tensors)))
-        forward_s = time_scale * (layer.forward_ms / 1e3)
-        backward_s = time_scale * (layer.backward_ms / 1e3)
-        layers.append(TimedLayer(forward_s, backward_s, numbers, connected))
-    return Model(tuple(layers), tuple(tensors))

@@ -1,4 +1,4 @@
-"""``wingbeat plan`` as a user runs it."""
+"""``wingbeat show`` as a user runs it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TUNED = BucketSizeResult(
 
 def wingbeat(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "wingbeat.cli.main", "plan", *map(str, args)],
+        [sys.executable, "-m", "wingbeat.cli.main", "show", *map(str, args)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
-def test_plan_verb_tuned_file_shows_trials_choice_and_reason(file: Path) -> None:
+def test_show_verb_tuned_file_shows_trials_choice_and_reason(file: Path) -> None:
     done = wingbeat(file)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -56,7 +56,7 @@ def test_plan_verb_tuned_file_shows_trials_choice_and_reason(file: Path) -> None
     assert "tuned for parameters ab12, workers 4" in done.stdout
 
 
-def test_plan_verb_choice_of_strategy_shows_times_and_has_no_picture(tmp_path: Path) -> None:
+def test_show_verb_choice_of_strategy_shows_times_and_has_no_picture(tmp_path: Path) -> None:
     tried = TimedStrategy("AllReduce(mb=25)", 0.025), TimedStrategy("DeAR(mb=5)", 0.02)
     choice = StrategyResult(tried=tried, chosen="DeAR(mb=5)", iterations=41)
     files.save(tmp_path / "auto.json", choice, {"workers": 4})
@@ -72,7 +72,7 @@ def test_plan_verb_choice_of_strategy_shows_times_and_has_no_picture(tmp_path: P
     assert not (tmp_path / "auto.png").exists()
 
 
-def test_plan_verb_single_plan_says_nothing_to_tune(tmp_path: Path) -> None:
+def test_show_verb_single_plan_says_nothing_to_tune(tmp_path: Path) -> None:
     rule = Tuning(search="bo", low_bytes=MB, high_bytes=100 * MB)
     files.save(tmp_path / "none.json", untuned(rule, 25 * MB, 1), {"workers": 4})
     done = wingbeat(tmp_path / "none.json", "--png", tmp_path / "none.png")
@@ -81,16 +81,16 @@ def test_plan_verb_single_plan_says_nothing_to_tune(tmp_path: Path) -> None:
     assert (tmp_path / "none.png").read_bytes().startswith(PNG)
 
 
-def test_plan_verb_with_png_writes_figure(file: Path, tmp_path: Path) -> None:
+def test_show_verb_with_png_writes_figure(file: Path, tmp_path: Path) -> None:
     done = wingbeat(file, "--png", tmp_path / "out" / "plan.png")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "plan.png").read_bytes().startswith(PNG)
     assert f"picture: {tmp_path}/out/plan.png" in done.stdout
 
 
-def test_plan_verb_help_has_examples() -> None:
+def test_show_verb_help_has_examples() -> None:
     done = wingbeat("--help")
-    assert "wingbeat plan plan.json --png out/plan.png" in done.stdout
+    assert "wingbeat show plan.json --png out/plan.png" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_plan_verb_help_has_examples() -> None:
         (["FILE", "--pgn", "plan.png"], "--pgn"),
     ],
 )
-def test_plan_verb_bad_input_is_one_line_and_exit_2(
+def test_show_verb_bad_input_is_one_line_and_exit_2(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""``wingbeat plan``: prints and draws the content of a plan file."""
+"""``wingbeat show``: prints and draws the content of a plan file."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ OMGS(plan_file=...) or Geryon(threshold="tuned", plan_file=...) has written.
 
 \b
 Examples:
-  wingbeat plan plan.json                         DeAR: the trials as a table
-  wingbeat plan plan.json --png out/plan.png      and as a picture
-  wingbeat plan merged.json                       OMGS: backward, codec and links, with errors
-  wingbeat plan merged.json --png out/merged.png  measured points and fits
-  wingbeat plan urgent.json --png out/urgent.png  Geryon: iteration time by threshold
+  wingbeat show plan.json                         DeAR: the trials as a table
+  wingbeat show plan.json --png out/plan.png      and as a picture
+  wingbeat show merged.json                       OMGS: backward, codec and links, with errors
+  wingbeat show merged.json --png out/merged.png  measured points and fits
+  wingbeat show urgent.json --png out/urgent.png  Geryon: iteration time by threshold
 """
 
 
 def register(app: typer.Typer) -> None:
     """Register the command."""
-    app.command("plan", help=HELP)(plan)
+    app.command("show", help=HELP)(show)
 
 
-def plan(
+def show(
     file: Annotated[Path, typer.Argument(help="The plan file.", show_default=False)],
     png: Annotated[Path | None, typer.Option(help="Draw what was found here.")] = None,
 ) -> None:
