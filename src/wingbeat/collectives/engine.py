@@ -108,7 +108,7 @@ class Collectives:
         group = open_host_group(world, device)
         if group is None:
             return
-        self._two_level = TwoLevel(world, group, device, used)
+        self._two_level = TwoLevel(world, group, device, used, Collectives)
         if world.leads:
             log.info(
                 "tensors on %s are summed inside each host of %d workers by %s, and between %d "

@@ -145,10 +145,13 @@ class TwoLevel:
     """The collectives on two levels of a world, in the order of calls."""
 
     def __init__(
-        self, world: World, group: HostGroup, device: torch.device, topology: Hierarchical
+        self,
+        world: World,
+        group: HostGroup,
+        device: torch.device,
+        topology: Hierarchical,
+        collectives: type[Collectives],
     ) -> None:
-        from wingbeat.collectives.engine import Collectives
-
         self.device, self.topology = device, topology
         self.copies = Copies(device)
         self._rank, self._size, self._group = world.rank, world.size, group
@@ -163,8 +166,8 @@ class TwoLevel:
         self._host, self._block = self._inside.ranks, between.rank
         self._column_ranks = columns[group.place]
         self._codings: weakref.WeakKeyDictionary[Coding, Coding] = weakref.WeakKeyDictionary()
-        self._steps: Collectives = Collectives(self._inside)
-        self._column: Collectives = Collectives(between, "mesh" if topology.direct else "ring")
+        self._steps = collectives(self._inside)
+        self._column = collectives(between, "mesh" if topology.direct else "ring")
         self._stream, self._stream_of_column = torch.Stream(device), torch.Stream(device)
         self._group_queue, self._column_queue = SerialQueue(_threads), SerialQueue(_threads)
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Profiles of models on an accelerator: events instead of the host's clock."""
+"""What a worker runs in `test_device`: models on the accelerator of tests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import nn
 from helpers import accelerator
 from wingbeat.profiling import layers
 from wingbeat.profiling.recorder import Recorder, Stop
-
-pytestmark = pytest.mark.skipif(bool(accelerator.why_not()), reason=accelerator.why_not())
 
 
 def synchronizations() -> int:
@@ -42,7 +40,7 @@ class Long(nn.Module):
         return x
 
 
-def test_marks_are_times_of_the_device_and_do_not_wait_for_it() -> None:
+def marks_are_times_of_the_device_and_do_not_wait_for_it() -> None:
     accelerator.load().late_seed(0)
     device = torch.device(accelerator.NAME, 0)
     model = Net().to(device)
@@ -70,7 +68,7 @@ def test_marks_are_times_of_the_device_and_do_not_wait_for_it() -> None:
     assert found["long"].forward_ms + found["long"].backward_ms > 0.5 * whole
 
 
-def test_parameters_on_two_devices_are_refused() -> None:
+def parameters_on_two_devices_are_refused() -> None:
     accelerator.load().late_seed(0)
     device = torch.device(accelerator.NAME, 0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
