@@ -11,9 +11,9 @@ import wingbeat
 import wingbeat_lab
 
 PUBLIC = [
-    *("ADPSGD", "AllReduce", "BML", "Canary", "DeAR", "DiLoCo", "Geryon", "Group", "LocalSGD"),
-    *("LowRank", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy", "TopK", "distribute"),
-    *("init", "join", "no_sync", "release", "shutdown", "synchronize"),
+    *("ADPSGD", "AllReduce", "Auto", "BML", "Canary", "DeAR", "DiLoCo", "Geryon", "Group"),
+    *("LocalSGD", "LowRank", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy", "TopK"),
+    *("distribute", "init", "join", "no_sync", "release", "shutdown", "synchronize"),
 ]
 
 

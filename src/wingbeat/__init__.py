@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from wingbeat.strategies import BML as BML
     from wingbeat.strategies import OMGS as OMGS
     from wingbeat.strategies import AllReduce as AllReduce
+    from wingbeat.strategies import Auto as Auto
     from wingbeat.strategies import Canary as Canary
     from wingbeat.strategies import DeAR as DeAR
     from wingbeat.strategies import DiLoCo as DiLoCo
@@ -40,7 +41,18 @@ if TYPE_CHECKING:
     from wingbeat.types import Group as Group
 
 _STRATEGIES = (
-    *("ADPSGD", "BML", "OMGS", "AllReduce", "Canary", "DeAR", "DiLoCo", "Geryon", "LocalSGD"),
+    *(
+        "ADPSGD",
+        "BML",
+        "OMGS",
+        "AllReduce",
+        "Auto",
+        "Canary",
+        "DeAR",
+        "DiLoCo",
+        "Geryon",
+        "LocalSGD",
+    ),
     *("ParameterServer", "Ripples", "Strategy"),
 )
 _HOME = {
@@ -58,6 +70,7 @@ __all__ = [
     "BML",
     "OMGS",
     "AllReduce",
+    "Auto",
     "Canary",
     "DeAR",
     "DiLoCo",

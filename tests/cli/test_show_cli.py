@@ -10,6 +10,7 @@ import pytest
 
 from wingbeat.planning import files
 from wingbeat.planning.bucket_size import BucketSizeResult, Sample, untuned
+from wingbeat.planning.choice import StrategyResult, TimedStrategy
 from wingbeat.types import Tuning
 
 MB = 2**20
@@ -53,6 +54,22 @@ def test_show_verb_tuned_file_shows_trials_choice_and_reason(file: Path) -> None
     assert ["3", "1", "9", "0.900", "9.1"] in rows
     assert TUNED.explain() in done.stdout.splitlines()
     assert "tuned for parameters ab12, workers 4" in done.stdout
+
+
+def test_show_verb_choice_of_strategy_shows_times_and_has_no_picture(tmp_path: Path) -> None:
+    tried = TimedStrategy("AllReduce(mb=25)", 0.025), TimedStrategy("DeAR(mb=5)", 0.02)
+    choice = StrategyResult(tried=tried, chosen="DeAR(mb=5)", iterations=41)
+    files.save(tmp_path / "auto.json", choice, {"workers": 4})
+    done = wingbeat(tmp_path / "auto.json")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    first = rows.index(["DeAR(mb=5)", "20", "chosen"])
+    assert rows[first + 1] == ["AllReduce(mb=25)", "25"]
+    assert choice.explain() in done.stdout
+    done = wingbeat(tmp_path / "auto.json", "--png", tmp_path / "auto.png")
+    assert done.returncode == 2
+    assert "has no picture" in done.stderr
+    assert not (tmp_path / "auto.png").exists()
 
 
 def test_show_verb_single_plan_says_nothing_to_tune(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from wingbeat.observe.events import Event
 from wingbeat.observe.report import Job, Report, Watch
 from wingbeat.planning import files
 from wingbeat.planning.bucket_size import BucketSizeResult, Sample
+from wingbeat.planning.choice import StrategyResult, TimedStrategy
 from wingbeat.planning.costs import Fit, Linear, Workload
 from wingbeat.planning.merging import checked_plans
 from wingbeat.planning.probe import Gradient, LinkFit, Probe
@@ -142,6 +143,7 @@ PLAN = BucketSizeResult(
     samples=(Sample(25, 10.0), Sample(6, 12.2)), expected=(10.0, 12.0), chosen_bytes=6,
     decision_s=(0.0011, 0.0),
 )  # fmt: skip
+CHOICE = StrategyResult(tried=(TimedStrategy("DeAR()", 0.1),), chosen="DeAR()", iterations=9)
 INTERVALS = {"alpha": (0.0, 1.0), "beta": (0.0, None)}
 LINE = Fit(Linear(1e-4, 2e-9), 0.1, 0.2, INTERVALS, ((1.0, 2.0),))
 PROBE = Probe(
@@ -351,6 +353,13 @@ TARGETS = [
         RAW,
         loads(lambda path: files.load(path, BucketSizeResult)),
         (written_by(lambda p: files.save(p, PLAN, {"w": 4})),),
+        Usage,
+    ),
+    Target(
+        "strategy files",
+        RAW,
+        loads(lambda path: files.load(path, StrategyResult)),
+        (written_by(lambda p: files.save(p, CHOICE, {"w": 4})),),
         Usage,
     ),
     Target(

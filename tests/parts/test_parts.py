@@ -118,7 +118,7 @@ def test_a_plan_has_a_name(text: str, meant: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("fixd", "unknown plan 'fixd' (did you mean 'fixed'?); allowed: bo, colayers, elements, "),
+        ("fixd", "unknown plan 'fixd' (did you mean 'fixed'?); allowed: bo, chosen, colayers, "),
         ("bo@3", "plan='bo@3': bo has no option; write bo"),
         ("layers@x", "plan='layers@x': 'x' is no valid count; write for example layers@4"),
         ("layers@0", "Layers(count=0)"),

@@ -18,7 +18,7 @@ from wingbeat_lab import baselines
 
 COMPOSED: dict[str, Strategy] = {
     **{name: preset() for name, preset in baselines.PRESETS.items()},
-    **{f"plan={name}": Strategy(plan=name) for name in PLANS},
+    **{f"plan={name}": Strategy(plan=name, schedule="dear") for name in PLANS},
     "allreduce:mb=7": wingbeat.AllReduce(mb=7.0, first_mb=0.25),
     "dear:mb=9": wingbeat.DeAR(mb=9.0, edge_mb=2.0, min_mb=0.5, max_mb=30.0),
     "mgs:elements=99999": wingbeat_lab.MGS(elements=99_999),
@@ -39,6 +39,8 @@ def plans_of(strategy: Strategy, scale: float) -> list[Plan]:
     if made.plan.tuning() is not None:
         ends = (made.plan.tuning().low_bytes, made.plan.tuning().high_bytes)
         fusions += [dataclasses.replace(made.plan.fusion(), bucket_bytes=size) for size in ends]
+    if made.plan.choosing() is not None:
+        fusions += [each.fusion for each in made.plan.choosing().candidates("mesh")]
     tensors = specs(scale)
     return [plans.make_plan(fusion, tensors, range(len(tensors))[::-1]) for fusion in fusions]
 

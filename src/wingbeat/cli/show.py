@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wingbeat.errors import UsageError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from wingbeat.planning.bucket_size import BucketSizeResult
+    from wingbeat.planning.choice import StrategyResult
     from wingbeat.planning.thresholds import ThresholdResult
 
 HELP = """Show what a run has measured and tried before it chose its plan.
 
 \b
-FILE is the plan_file that a run with DeAR(plan_file=...), OMGS(plan_file=...) or
-Geryon(threshold="tuned", plan_file=...) has written.
+FILE is the plan_file that a run with Auto(plan_file=...), DeAR(plan_file=...),
+OMGS(plan_file=...) or Geryon(threshold="tuned", plan_file=...) has written.
 
 \b
 Examples:
@@ -43,17 +46,22 @@ def show(
     """Show a plan file."""
     from wingbeat.planning import files
     from wingbeat.planning.bucket_size import BucketSizeResult
+    from wingbeat.planning.choice import StrategyResult
     from wingbeat.planning.figures import draw_png
     from wingbeat.planning.probe import Probe
     from wingbeat.planning.thresholds import ThresholdResult
 
-    records = {each.kind: each for each in (BucketSizeResult, Probe, ThresholdResult)}
+    records = {
+        each.kind: each for each in (BucketSizeResult, Probe, StrategyResult, ThresholdResult)
+    }
     saved = files.load(file, records.get(files.kind_of(file), BucketSizeResult))
     record: Any = saved.record
     if isinstance(record, Probe):
         print("\n".join(record.explain()))
     else:
-        if record.samples and isinstance(record, ThresholdResult):
+        if isinstance(record, StrategyResult):
+            _print_table(render_strategies(record))
+        elif record.samples and isinstance(record, ThresholdResult):
             _print_table(render_thresholds(record))
         elif record.samples:
             _print_table(render_sizes(record))
@@ -61,6 +69,8 @@ def show(
         print(record.explain())
         print("tuned for " + ", ".join(f"{name} {value}" for name, value in saved.key.items()))
     if png is not None:
+        if isinstance(record, StrategyResult):
+            raise UsageError("--png: a choice of strategies has no picture; leave it out")
         draw_png(record, png)
         print(f"picture: {png}")
 
@@ -109,6 +119,16 @@ def render_thresholds(result: ThresholdResult) -> Table:
             "chosen" if chosen else "",
             style="bold" if chosen else "",
         )
+    return table
+
+
+def render_strategies(result: StrategyResult) -> Table:
+    """Return one row per candidate, fastest first, with the chosen one in bold."""
+    table = _table(f"Strategies: {len(result.tried)} tried", ("strategy", "ms", ""))
+    for each in sorted(result.tried, key=lambda each: each.seconds):
+        chosen = each.name == result.chosen
+        ms, style = f"{1e3 * each.seconds:.4g}", "bold" if chosen else ""
+        table.add_row(each.name, ms, "chosen" if chosen else "", style=style)
     return table
 
 

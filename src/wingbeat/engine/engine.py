@@ -226,9 +226,10 @@ class Engine:
         return type(None), ()
 
     def _start(self) -> None:
-        exchange, links = self.runtime.exchange, self.collectives
         if self.strategy.exchange.lockstep:
-            self.control = Control(self.strategy, self.bucketing, self.compression, links, exchange)
+            self.control = Control(
+                self.strategy, self.bucketing, self.compression, self.collectives, self.runtime
+            )
         local = MEANS in self.strategy.exchange.has
         if not local:
             self.bucketing.build()

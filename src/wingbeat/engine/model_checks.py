@@ -111,6 +111,8 @@ def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
         what = "it averages models of single processes; use LocalSGD(), DiLoCo() or Ripples()"
     elif strategy.update_part.shards:
         what = "fully_shard() divides the optimizer's state already; leave shard_optimizer out"
+    elif strategy.plan.choosing() is not None:
+        what = "each column of the mesh would choose a schedule of its own; use DeAR()"
     if what:
         raise UsageError(
             f"distribute(mesh=...): {strategy!r} is not possible for replicas of {replica.size} "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wingbeat.compression import Half, LowRank, Sketch, TopK
 from wingbeat.parts.plan import (
+    Chosen,
     Colayers,
     Elements,
     FixedBuckets,
@@ -52,6 +53,7 @@ __all__ = [
     "Averaged",
     "BCube",
     "Bounded",
+    "Chosen",
     "Colayers",
     "Decoupled",
     "Deferred",

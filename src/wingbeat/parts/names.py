@@ -34,6 +34,7 @@ PLANS: Mapping[str, Named[Any]] = {
     "none": _entry("PerTensor"),
     "one": _entry("OneBucket"),
     "merged": _entry("Merged", "rule", str),
+    "chosen": _entry("Chosen", "steps", int),
 }
 
 EXCHANGES: Mapping[str, Named[Any]] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from wingbeat.settings import SIZE, Settings
 from wingbeat.traits import ROUNDS, Part
@@ -39,6 +40,10 @@ class PlanPart(Part, Settings, ABC):
 
     def merging(self) -> Merged | None:
         """Return the plan itself if layers are merged by measured costs, else None."""
+        return None
+
+    def choosing(self) -> Chosen | None:
+        """Return the plan itself if it is chosen together with a schedule, else None."""
         return None
 
 
@@ -270,6 +275,91 @@ class Merged(PlanPart):
     def merging(self) -> Merged:
         """Return the plan itself."""
         return self
+
+
+class Candidate(NamedTuple):
+    """What a trial of `Chosen` compares.
+
+    Attributes:
+        name: the call of the preset that trains in the same way.
+        schedule: the name of its state machine in `wingbeat.schedules`.
+        fusion: the rule for its buckets.
+        topology: the name of its topology; empty: the strategy's own.
+        coded: whether gradients go through the strategy's codec.
+    """
+
+    name: str
+    schedule: str
+    fusion: Fusion
+    topology: str = ""
+    coded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Chosen(PlanPart):
+    """Buckets, schedule and topology, chosen by a trial of whole iterations (`wingbeat.Auto`).
+
+    Needs the schedule `Decoupled`, with which training begins, updates of single buckets, and
+    collectives. A codec of the strategy is tried too.
+
+    Args:
+        mb: largest bucket size that is tried, in MB.
+        steps: iterations for which each candidate is timed in each of its turns.
+        drift: choose again when iterations become slower or faster than after the choice by this
+            factor.
+        file: file in which rank 0 stores the choice; a run that finds the file tries nothing.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    mb: float = field(default=25.0, metadata=SIZE)
+    steps: int = 3
+    drift: float = 1.5
+    file: str = ""
+
+    def __post_init__(self) -> None:
+        self.check_size("mb")
+        self.check_count("steps", 1, 10_000)
+        check_drift(self)
+        self.check_file("file")
+
+    def fusion(self) -> Fusion:
+        """Return the rule for the initial buckets, those of the first candidate."""
+        return Fusion(bucket_bytes=in_bytes(self.mb))
+
+    def choosing(self) -> Chosen:
+        """Return the plan itself."""
+        return self
+
+    def candidates(self, topology: str = "", codec: str = "") -> tuple[Candidate, ...]:
+        """Return five candidates at most, the initial one first.
+
+        ``topology`` is one to try in addition, ``codec`` the repr of the strategy's codec; empty:
+        none.
+        """
+        small = self.mb / 5
+        whole, fifth = Fusion(bucket_bytes=in_bytes(self.mb)), Fusion(bucket_bytes=in_bytes(small))
+        # As DDP's: 25 MB, and 1 MB for the bucket that is ready first.
+        usual = Fusion(bucket_bytes=in_bytes(self.mb), first_bytes=in_bytes(self.mb / 25))
+        size, fewer = f"mb={self.mb:g}", f"mb={small:g}"
+        found = [
+            Candidate(f"DeAR(plan='fixed', {size})", "dear", whole),
+            Candidate(f"AllReduce({size}, first_mb={self.mb / 25:g})", "wfbp", usual),
+            Candidate(f"DeAR(plan='fixed', {fewer})", "dear", fifth),
+        ]
+        if codec:
+            end = f", compression={codec})"
+            found += [
+                Candidate(f"DeAR(plan='fixed', {size}{end}", "dear", whole, coded=True),
+                Candidate(f"DeAR(plan='fixed', {fewer}{end}", "dear", fifth, coded=True),
+            ]
+            return tuple(found)
+        found.append(Candidate("DeAR(plan='layers@1')", "dear", Fusion(kind="layers", layers=1)))
+        if topology:
+            name = f"DeAR(plan='fixed', {size}, topology={topology!r})"
+            found.append(Candidate(name, "dear", whole, topology))
+        return tuple(found)
 
 
 def in_bytes(mb: float) -> int:

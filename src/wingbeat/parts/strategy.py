@@ -74,6 +74,13 @@ class Strategy(Settings):
         _ = self.topology  # other workers must be able to name it
         self.exchange.check(self)
         self._check_needs()
+        if self.plan.choosing() and not (self.exchange.collective and self.machine == "dear"):
+            raise UsageError(
+                f"Strategy(plan={self.plan!r}, exchange={self.exchange!r}, "
+                f"schedule={self.schedule!r}, update={self.update_part!r}): schedules are chosen "
+                "where collectives sum gradients and each worker has the whole optimizer; allowed: "
+                "a topology, schedule=Decoupled(), update=Deferred()"
+            )
         if self.plan.merging() and self.codec is not None and self.codec.selective:
             raise UsageError(
                 f"Strategy(plan={self.plan!r}, compression={self.codec!r}): layers are merged by "

@@ -24,6 +24,8 @@ from wingbeat.planning.controllers import (
     BucketSizeController,
     CompressionController,
     Prioritized,
+    Scheduled,
+    StrategyController,
     ThresholdController,
 )
 from wingbeat.planning.merging import LayerMerging
@@ -35,7 +37,7 @@ class Decisions:
     """The decisions of one training, for a later equal one; None where nothing was decided.
 
     ``merged`` is the probe from which merge plans were made, and ``rules`` name those of the chosen
-    plan.
+    plan. ``strategy`` is the name of the chosen candidate of `wingbeat.Auto`.
     """
 
     coded: bool | None = None
@@ -45,6 +47,7 @@ class Decisions:
     buckets: int | None = None
     rules: tuple[str, ...] | None = None
     thresholds: tuple[float, ...] | None = None
+    strategy: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the decisions as JSON values, without those that are None."""
@@ -55,6 +58,7 @@ class Decisions:
             "buckets": self.buckets,
             "rules": None if self.rules is None else list(self.rules),
             "thresholds": None if self.thresholds is None else list(self.thresholds),
+            "strategy": self.strategy,
         }
         return {key: value for key, value in found.items() if value is not None}
 
@@ -113,8 +117,16 @@ class Controller(Protocol):
         """
 
 
+class Controlled(Scheduled, Protocol):
+    """What control changes: a schedule, and an exchange, which may have priority classes."""
+
+    exchange: Any
+
+
 class Control:
-    """Runs one controller after the other: compression, bucket size or merging, thresholds.
+    """Runs one controller after the other: compression, buckets, thresholds.
+
+    Buckets are tuned, merged, or chosen with a schedule.
 
     Thresholds cannot be tuned for an exchange without priority classes: a `UsageError`.
     """
@@ -125,17 +137,24 @@ class Control:
         bucketing: Bucketing,
         compression: Compression,
         collectives: Collectives,
-        exchange: object,
+        runtime: Controlled,
     ) -> None:
         world = collectives.world
         self.trial: CompressionController | None = None
         self.tuning: BucketSizeController | None = None
         self.merging: LayerMerging | None = None
         self.thresholds: ThresholdController | None = None
+        self.choosing: StrategyController | None = None
+        exchange = runtime.exchange
         coded = compression.coded
         if coded is not None and coded.auto_disable:
             self.trial = CompressionController(compression, world.rank, world.ranks)
         tuning, merging = strategy.plan.tuning(), strategy.plan.merging()
+        chosen = strategy.plan.choosing()
+        if chosen is not None:
+            self.choosing = StrategyController(
+                chosen, strategy, bucketing, compression, collectives, runtime
+            )
         if tuning is not None:
             self.tuning = BucketSizeController(tuning, strategy, bucketing, collectives)
         if merging is not None:
@@ -157,7 +176,7 @@ class Control:
 
     def deciding(self) -> bool:
         """Return whether a decision is still open."""
-        controllers = (self.trial, self.tuning, self.merging, self.thresholds)
+        controllers = (self.trial, self.choosing, self.tuning, self.merging, self.thresholds)
         return any(each is not None and not each.done for each in controllers)
 
     def decisions(self) -> Decisions:
@@ -172,6 +191,7 @@ class Control:
             buckets=None if plan is None else len(plan.timeline.buckets),
             rules=None if merging is None else merging.chosen,
             thresholds=None if self.thresholds is None else self.thresholds.thresholds,
+            strategy=None if self.choosing is None else self.choosing.name,
         )
 
     def keep(self, known: Decisions) -> None:
@@ -182,6 +202,8 @@ class Control:
             self.tuning.decide(known.bucket_bytes, known.topology or self.tuning.topology)
         if self.merging is not None and known.merged is not None:
             self.merging.decide(known.merged)
+        if self.choosing is not None and known.strategy is not None:
+            self.choosing.decide(known.strategy)
         if self.thresholds is not None and known.thresholds is not None:
             self.thresholds.decide(known.thresholds)
 
@@ -227,6 +249,6 @@ class Control:
         if self.thresholds is not None and not self.thresholds.done and (not tuning or tuning.done):
             return [self.thresholds]
         others: tuple[Controller | None, ...] = (
-            None if tuning is None or tuning.single_plan else tuning, self.merging,
+            None if tuning is None or tuning.single_plan else tuning, self.merging, self.choosing,
         )  # fmt: skip
         return [each for each in others if each is not None]

@@ -1,4 +1,4 @@
-"""Controllers of compression, bucket size and thresholds: trials applied to the engine.
+"""Controllers of compression, strategy, bucket size and thresholds: trials applied to the engine.
 
 Results of an earlier run, in the plan file of rank 0, are used at once.
 """
@@ -14,6 +14,7 @@ from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.log import log
+from wingbeat.parts.plan import Candidate, Chosen
 from wingbeat.parts.strategy import Strategy
 from wingbeat.planning import bucket_size, files, thresholds
 from wingbeat.planning.bucket_size import (
@@ -26,6 +27,8 @@ from wingbeat.planning.bucket_size import (
     largest_bucket,
     single_plan,
 )
+from wingbeat.planning.choice import StrategyResult, TimedStrategy
+from wingbeat.planning.plans import make_plan
 from wingbeat.planning.thresholds import (
     Cuts,
     ThresholdResult,
@@ -33,7 +36,16 @@ from wingbeat.planning.thresholds import (
     threshold_trial,
     thresholds_from_cuts,
 )
-from wingbeat.planning.trials import DriftDetector, LedTrial, Rows, compression_trial
+from wingbeat.planning.trials import (
+    DriftDetector,
+    LedTrial,
+    Rows,
+    Trial,
+    compression_trial,
+    strategy_trial,
+)
+from wingbeat.schedules import BY_NAME
+from wingbeat.schedules.events import Schedule
 from wingbeat.settings import is_number
 from wingbeat.transport.world import World
 from wingbeat.types import Tuning
@@ -118,6 +130,173 @@ class CompressionController:
         return self._trial.report(seconds)
 
 
+class Scheduled(Protocol):
+    """What performs the commands of a schedule, which may be replaced between two iterations."""
+
+    schedule: Schedule
+
+
+class StrategyController:
+    """Changes schedule, buckets, topology and use of a codec to those of the fastest candidate.
+
+    Training begins with the first candidate. The trial begins when the workers have agreed on the
+    order of gradients, so that candidates with equal buckets are known. All workers change before
+    the same backward, at the moment at which buckets change: all updates are made, and earlier
+    gradients are whole. Drift begins the trial again. ``name`` is that of the candidate in use.
+    """
+
+    def __init__(
+        self,
+        plan: Chosen,
+        strategy: Strategy,
+        bucketing: Bucketing,
+        compression: Compression,
+        collectives: Collectives,
+        runtime: Scheduled,
+    ) -> None:
+        self._plan, self._strategy, self._bucketing = plan, strategy, bucketing
+        self._compression, self._collectives, self._runtime = compression, collectives, runtime
+        # A schedule keeps what it has learned of the training loop.
+        self._schedules = {strategy.machine: runtime.schedule}
+        codec = strategy.codec
+        topology = "" if codec else _another_topology(bucketing, collectives)
+        self._possible = plan.candidates(topology, "" if codec is None else repr(codec))
+        self._current = self._possible[0]
+        self._candidates: Sequence[Candidate] = ()
+        self._compression.on = self._current.coded
+        self._trial: Trial[int, list[float]] | None = None
+        self._iterations, self._windows = 0, FIRST_WINDOWS
+        self.done = False
+        self._drift = _after_decision(plan.drift, self._windows)
+        self._key = strategy_key(bucketing, collectives, strategy, self._possible)
+        known = self._known_name() if plan.file else None
+        if known is not None:
+            self.decide(known)
+            if collectives.world.leads:
+                log.info("%s, from plan file %s", known, plan.file)
+
+    @property
+    def name(self) -> str:
+        """The candidate in use."""
+        return self._current.name
+
+    def decide(self, name: str) -> None:
+        """End the trial with a known candidate; on all workers, before training."""
+        self.done = True
+        self._use(next(each for each in self._possible if each.name == name))
+
+    def boundary(self, seconds: float, rows: Rows | None) -> bool:
+        """Process the rows of all workers, and use the candidate of the trial."""
+        if self.done:
+            return self._detect_drift(seconds, rows)
+        if self._trial is None:
+            if not self._bucketing.learning:
+                self._begin()
+            return self._trial is not None
+        self._iterations += 1
+        if rows is None or not self._trial.process_rows(rows):
+            return False
+        self._use(self._candidates[self._trial.candidate])
+        if self._trial.done:
+            self._end(self._trial)
+        return True
+
+    def row(self, seconds: float) -> Sequence[float]:
+        """Return the row of the trial; after it, the median of a window at its end, in seconds."""
+        if self.done:
+            return [self._drift.median()] if self._drift.window_ended() else []
+        return () if self._trial is None else self._trial.report(seconds)
+
+    def _begin(self) -> None:
+        """Begin a trial of the candidates that differ in more than their names."""
+        world, specs = self._collectives.world, self._bucketing.specs
+        order, found = self._bucketing.ready_order, dict[Any, Candidate]()
+        for each in self._possible:
+            buckets = make_plan(each.fusion, specs, order).buckets
+            found.setdefault((each.schedule, buckets, each.topology, each.coded), each)
+        self._candidates, self._iterations = list(found.values()), 0
+        self._trial = strategy_trial(len(found), self._plan.steps, world.rank, world.ranks)
+        self._use(self._candidates[self._trial.candidate])
+
+    def _use(self, candidate: Candidate) -> None:
+        if candidate.schedule not in self._schedules:
+            self._schedules[candidate.schedule] = BY_NAME[candidate.schedule]()
+        # It receives `Planned` when the buckets are made, before any gradient is in them.
+        self._runtime.schedule = self._schedules[candidate.schedule]
+        self._bucketing.use(candidate.fusion)
+        self._compression.on = candidate.coded
+        if candidate.topology != self._current.topology:
+            self._collectives.use(candidate.topology or self._strategy.topology)
+        self._current = candidate
+
+    def _end(self, trial: Trial[int, list[float]]) -> None:
+        self.done, self._trial = True, None
+        self._drift = _after_decision(self._plan.drift, self._windows)
+        if not self._collectives.world.leads or trial.result is None:
+            return
+        timed = [
+            TimedStrategy(each.name, seconds)
+            for each, seconds in zip(self._candidates, trial.result, strict=True)
+        ]
+        result = StrategyResult(tried=tuple(timed), chosen=self.name, iterations=self._iterations)
+        log.info("%s", result.explain())
+        if self._plan.file:
+            keep(self._plan.file, result, self._key)
+
+    def _detect_drift(self, seconds: float, rows: Rows | None) -> bool:
+        """Count an iteration under the chosen candidate; return whether a trial begins."""
+        drifted = None
+        if rows is not None:
+            ranks = self._collectives.world.ranks
+            drifted = self._drift.compare([row[0] for row in rows], ranks)
+        self._drift.count(seconds)
+        if drifted is None:
+            return False
+        if self._collectives.world.leads:
+            log.info(
+                "iterations take %.4g s in place of %.4g s with %s: trying strategies again",
+                *(drifted[1], drifted[0], self.name),
+            )
+        self._windows *= 2  # as bucket sizes
+        self.done = False
+        self._begin()
+        return True
+
+    def _known_name(self) -> str | None:
+        world, file = self._collectives.world, self._plan.file
+        names = [each.name for each in self._possible]
+        answer = known_choice(
+            world, file, StrategyResult, self._key, lambda result: [result.chosen]
+        )
+        if answer is None:
+            return None
+        if isinstance(answer, list) and len(answer) == 1 and answer[0] in names:
+            return str(answer[0])
+        raise PeerError(f"{world.me}: {world.name(0)} sent a malformed strategy: {answer!r}")
+
+
+def _another_topology(bucketing: Bucketing, collectives: Collectives) -> str:
+    """Return a topology to try beside the strategy's own; empty: none.
+
+    Where hosts have several workers, a ring sums inside of them first, and doubling does not. Else
+    a mesh has fewer hops. Tensors of accelerators keep the strategy's: their sums inside hosts
+    have one topology.
+    """
+    world = collectives.world
+    if bucketing.device.type != "cpu" or world.size < 3:
+        return ""
+    several = 1 < len(world.layout.hosts) < world.layout.workers
+    found = "doubling" if several else "mesh"
+    return found if collectives.fits(found) else ""
+
+
+def _after_decision(factor: float, windows: int) -> DriftDetector:
+    """Return a detector whose first window is the reference."""
+    drift = DriftDetector(0, factor, windows)
+    drift.planned(known=True)
+    return drift
+
+
 class _LedController(Generic[C, T]):
     """Applies the decisions of a trial led by rank 0, and keeps its result in the plan file.
 
@@ -187,7 +366,7 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
         self._tuning = replace(tuning, topologies=topologies)
         self.topology = strategy.topology if topologies else ""
         self._windows = FIRST_WINDOWS
-        self._drift = self._new_detector()
+        self._drift = _after_decision(tuning.drift, self._windows)
         self._order_known = self.single_plan = False
         known = self._known_setting() if tuning.file else None
         if known is not None:
@@ -216,7 +395,7 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
             return False
         changed = self._continue(self._trial, rows)
         if self._trial.done:
-            self._drift = self._new_detector()
+            self._drift = _after_decision(self._tuning.drift, self._windows)
         return changed
 
     def row(self, seconds: float) -> Sequence[float]:
@@ -224,12 +403,6 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
         if self.done:
             return [self._drift.median()] if self._drift.window_ended() else []
         return super().row(seconds)
-
-    def _new_detector(self) -> DriftDetector:
-        """Return a detector whose first window is the reference."""
-        drift = DriftDetector(0, self._tuning.drift, self._windows)
-        drift.planned(known=True)
-        return drift
 
     def _detect_drift(self, seconds: float, rows: Rows | None) -> bool:
         """Count an iteration under the chosen size; return whether tuning begins again."""
@@ -458,6 +631,22 @@ def bucket_size_key(
         **({"topologies": list(topologies)} if topologies else {}),
         "topology": strategy.topology,
         "shard_optimizer": strategy.update_part.shards,
+    }
+
+
+def strategy_key(
+    bucketing: Bucketing,
+    collectives: Collectives,
+    strategy: Strategy,
+    candidates: Sequence[Candidate],
+) -> dict[str, Any]:
+    """Return the model, cluster and candidates for which a choice is valid."""
+    layout = collectives.world.layout
+    return {
+        **_common_key(bucketing, collectives, strategy),
+        "hosts": len(layout.hosts),
+        "topology": strategy.topology,
+        "candidates": [each.name for each in candidates],
     }
 
 

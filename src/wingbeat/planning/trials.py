@@ -370,6 +370,54 @@ def _remains(times: Sequence[float], best: Sequence[float], margin: float) -> bo
     return statistics.median(times) <= (1.0 + margin) * least and low <= sorted(best)[-quarter]
 
 
+# -- strategies ----------------------------------------------------------------------------------
+
+STRATEGY_WARMUP = 1
+"""Iterations at the start of a block that do not count."""
+
+STRATEGY_MARGINS = (0.5, 0.1)
+"""By round but the last, the relative excess over the least median up to which one remains. A block
+is short, and another job may disturb all of it, so the first round only drops what is far behind.
+"""
+
+STRATEGIES_LEFT = 3
+"""Most strategies that remain after the first round."""
+
+
+def strategy_trial(
+    count: int, steps: int, rank: int, ranks: Sequence[int]
+) -> Trial[int, list[float]]:
+    """Return a trial of which of ``count`` strategies makes iterations shortest.
+
+    Candidates, result and directions are as in `plan_trial`; a block has ``steps`` counted
+    iterations.
+    """
+    blocks = Blocks(
+        name="strategy trial",
+        warmup=STRATEGY_WARMUP,
+        iterations=steps,
+        combine=lambda seconds: math.fsum(seconds) / len(ranks),
+    )
+    rounds = len(STRATEGY_MARGINS) + 1
+    return Trial(_search_strategies(count), blocks, rank, ranks, rounds * count)
+
+
+def _search_strategies(count: int) -> Search[int, list[float]]:
+    times: list[list[float]] = [[] for _ in range(count)]
+    medians = [math.inf] * count
+    remaining = list(range(count))
+    for number, margin in enumerate((*STRATEGY_MARGINS, 0.0)):
+        for each in remaining[::-1] if number % 2 else list(remaining):
+            times[each] += yield each
+            medians[each] = statistics.median(times[each])
+        fastest = sorted(remaining, key=lambda each: medians[each])[:STRATEGIES_LEFT]
+        most = (1.0 + margin) * medians[fastest[0]]
+        remaining = [each for each in remaining if each in fastest and medians[each] <= most]
+        if len(remaining) == 1:
+            break
+    return remaining[0], medians
+
+
 # -- drift ---------------------------------------------------------------------------------------
 
 DRIFT_WARMUP = 2

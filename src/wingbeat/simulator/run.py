@@ -352,6 +352,11 @@ def _check(
             'simulate(): servers that update (update="server") and a codec in a share of the '
             "iterations are not simulated yet; simulate one without"
         )
+    if strategy.plan.choosing() is not None:
+        raise UsageError(
+            "simulate(): a choice by trial (Auto) is not simulated; simulate its candidates: "
+            "AllReduce(), DeAR(plan='fixed')"
+        )
     if cores is not None and (cores < 1 or served):
         raise UsageError(
             f"simulate(cores={cores}): 1 or more, and not with servers, whose threads have "

@@ -33,6 +33,62 @@ def _along(topology: str) -> Topology:
     return topologies.get(name)
 
 
+# -- chosen by trial -------------------------------------------------------------------------------
+
+
+@preset(keys={"file": "plan_file"})
+def Auto(
+    *,
+    exact: bool = True,
+    asynchronous: bool = False,
+    steps: int = 3,
+    drift: float = 1.5,
+    plan_file: str = "",
+) -> Strategy:
+    """The fastest of a few strategies, chosen by a trial in the first iterations of training.
+
+    Each candidate trains for a few iterations, then the best three train in turns twice more, and
+    the fastest stays. With the default of ``steps`` that takes 56 iterations at most. All workers
+    change before the same backward; no gradient or update is lost. The log and ``plan_file`` have
+    the times of all candidates.
+
+    The candidates: ``AllReduce()``, which has the schedule and the bucket sizes of DDP;
+    ``DeAR(plan="fixed")`` with buckets of 25 and of 5 MB, and with one bucket per layer; and with
+    three workers or more on CPUs ``DeAR(plan="fixed")`` along another topology: ``"mesh"``, or
+    ``"doubling"`` where hosts have several workers, which does not sum inside hosts first.
+    With ``exact=True`` all are exact: the weights equal DDP's.
+
+    With ``exact=False`` the last two of these are replaced by ``DeAR(plan="fixed")`` with an 8-bit
+    sketch, in buckets of either size. Its residuals are zero at first. When a candidate without
+    the sketch follows, the gradients of the next iteration contain them, so that nothing is lost.
+
+    Meanwhile and afterwards updates and gradients behave as under `DeAR`: the optimizer must not
+    evaluate the loss in its step (LBFGS).
+
+    Args:
+        exact: only try exact strategies.
+        asynchronous: try averages of models too; not available yet.
+        steps: iterations for which a candidate is timed in each turn; two more do not count.
+        drift: try again when iterations become slower or faster than after the choice by this
+            factor.
+        plan_file: file in which rank 0 stores the choice; a run that finds the file tries nothing.
+
+    Raises:
+        UsageError: a value is out of range, or ``asynchronous`` is set.
+    """
+    check_flags(exact=exact, asynchronous=asynchronous)
+    if asynchronous:
+        raise _refusal(
+            "averages of models are not tried yet; leave it out, or use Ripples() or DiLoCo()",
+            asynchronous=True,
+        )
+    return Strategy(
+        plan=parts.Chosen(steps=steps, drift=drift, file=plan_file),
+        compression="fp32" if exact else codecs.Sketch(auto_disable=False),
+        schedule=parts.Decoupled(),
+    )
+
+
 # -- all-reduces -----------------------------------------------------------------------------------
 
 _MEASURED = (*SEARCHES, "merged")
@@ -782,6 +838,7 @@ def DiLoCo(
 PRESETS: dict[str, Preset] = {
     made.__name__.lower(): made
     for made in (
+        Auto,
         AllReduce,
         BML,
         DeAR,

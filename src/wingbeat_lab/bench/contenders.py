@@ -146,7 +146,7 @@ class Contender:
             return False
         plan, wire = self.strategy.plan, self.strategy.wire
         tried = compression.options_of(wire).auto_disable
-        tunes = plan.tuning() or plan.merging() or self.strategy.exchange.tuned
+        tunes = plan.tuning() or plan.merging() or plan.choosing() or self.strategy.exchange.tuned
         return tried or bool(tunes)
 
     @property

@@ -173,6 +173,9 @@ def _deciding(contender: Contender, nbytes: int) -> int:
     if (tuning := plan.tuning()) is not None:
         # A model within the smallest size has only one plan, known after the first iteration.
         count += tuning.trials * (tuning.steps + 4) if nbytes > tuning.low_bytes else 2
+    if (chosen := plan.choosing()) is not None:
+        # Five candidates once, and three twice more; of each block two do not count.
+        count += 1 + (5 + 2 * 3) * (chosen.steps + 2)
     if exchange.tuned:
         servers = cast(Servers, exchange)
         count += LAG + typical_blocks(servers.classes) * (WARMUP + servers.steps + LAG)

@@ -371,6 +371,8 @@ def decided(decision: dict[str, Any]) -> str:
     'codec off, buckets of 2.6 MB'
     """
     parts = []
+    if "strategy" in decision:
+        parts.append(decision["strategy"])
     if "codec" in decision:
         parts.append(f"codec {decision['codec']}")
     if "bucket_bytes" in decision:

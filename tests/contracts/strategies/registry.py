@@ -11,7 +11,10 @@ from .sides import Side
 TINY, LARGE = 0.0004, 25.0
 """Bucket sizes in MB: one parameter or so a bucket, and the whole model in one."""
 
-BOTH = ("allreduce", "dear")
+CHANGES = "auto"
+"""Changes schedule and buckets before each iteration."""
+
+BOTH = ("allreduce", "dear", CHANGES)
 """The strategies with which every worker has the whole optimizer, and gradients last."""
 
 ALL = (*BOTH, "dear-sharded")

@@ -13,8 +13,12 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import wingbeat
+from wingbeat import parts
 from wingbeat.compression import TopK
 from wingbeat.errors import UsageError
+from wingbeat.planning import control
+from wingbeat.planning.controllers import StrategyController
+from wingbeat.planning.trials import Rows
 from wingbeat.strategies import MGWFBP
 from wingbeat.transport import world
 
@@ -35,6 +39,16 @@ def take_world_down() -> None:
     wingbeat.shutdown()
 
 
+class EachIteration(StrategyController):
+    """Uses another candidate in each iteration, whatever the times are."""
+
+    def boundary(self, _seconds: float, _rows: Rows | None) -> bool:
+        if not self._bucketing.learning:
+            place = self._possible.index(self._current) + 1
+            self._use(self._possible[place % len(self._possible)])
+        return True
+
+
 def make_strategy(name: str, mb: float) -> Any:
     """The strategy a test parameter stands for: ``dear``, ``dear-mesh``, ``dear-sharded``, ..."""
     kind, *options = name.split("-")
@@ -44,6 +58,9 @@ def make_strategy(name: str, mb: float) -> Any:
     # All of the largest are all: everything goes through the codec's machinery, and exactly.
     coded = "coded" in options and kind != "geryon"
     wire: Any = TopK(density=1.0, auto_disable=False) if coded else "fp32"
+    if kind == "auto":
+        control.StrategyController = EachIteration  # type: ignore[misc]
+        return wingbeat.Strategy(plan=parts.Chosen(mb=mb), schedule="dear")
     if kind == "mgwfbp":
         return MGWFBP(steps=1)
     if kind == "geryon":

@@ -12,6 +12,7 @@ from helpers.pool import Pool
 
 from . import cases, play
 from .registry import (
+    CHANGES,
     CHECKS,
     CODED,
     MEASURED,
@@ -55,6 +56,15 @@ TELLING = frozenset(
 )
 """The cases that every strategy of `RARE` has in the quick run."""
 
+CHANGING = frozenset(
+    {
+        "no_sync_with_clipping",
+        "resume_adamw_loaded_after_steps",
+        "state_dicts_load_into_plain_objects",
+    }
+)
+"""Cases that a change of the strategy in each iteration has in the quick run, with `PLANNING`."""
+
 RARE = ("canary", "dear-mesh", "geryon-server", "mgwfbp")
 """Strategies that have few other cases in the quick run."""
 
@@ -83,6 +93,8 @@ def _worth_seconds(case: Scenario | Check, strategy: str) -> bool:
     Those that start servers with optimizers take longest, twice what the rest does: when their
     parameters are asked for depends little on the case, so they take turns.
     """
+    if strategy == CHANGES and case.name in CHANGING:
+        return True
     if case.name not in PLANNING:
         return False
     there = [name for name in UPDATED_THERE if name in case.grid.strategies]
@@ -108,7 +120,7 @@ def _usual(case: Scenario | Check, turn: int) -> set[Point]:
     others: list[Point] = []
     served: list[Point] = []
     for strategy in grid.strategies:
-        if strategy in (*MEASURED, *SERVED_CODED, *UPDATED_THERE):
+        if strategy in (CHANGES, *MEASURED, *SERVED_CODED, *UPDATED_THERE):
             chosen |= {(usual[0], strategy, usual[1])} if _worth_seconds(case, strategy) else set()
         elif strategy in (*SERVED, *CODED):
             group = served if strategy in SERVED else others

@@ -124,6 +124,7 @@ def test_config_rows_have_their_kind_and_bytes() -> None:
         "fsdp": ("fsdp", 40_400),
         "allreduce": ("whole", 40_400),
         "bml": ("whole", 40_400),
+        "auto": ("halves", 40_400),
         "dear:mb=5": ("halves", 40_400),
         "omgs": ("whole", 606),
         "omgs:density=0.001": ("whole", 60),
