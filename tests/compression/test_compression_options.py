@@ -87,7 +87,7 @@ def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(text, why) -> None:
-    for name in baselines.names():
+    for name in set(baselines.names()) - {"auto"}:  # which chooses its codec
         with pytest.raises(UsageError, match=why) as caught:
             baselines.parse(f"{name}:compression={text}")
         assert "\n" not in str(caught.value)

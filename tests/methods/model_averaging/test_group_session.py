@@ -120,7 +120,8 @@ def test_restarted_worker_rejoins_with_the_state_of_a_peer(rules: Rules) -> None
     one, other, (value, taken, giver) = loopback.run(loopback.worlds(3), body)
     assert one == other == (value,)
     assert giver in (0, 1)
-    assert 0 < taken <= value
+    assert taken > 0
+    assert value > 0  # below what was taken, if the giver was ahead of the other
 
 
 def test_fetch_state_without_or_with_too_large_state_raises() -> None:
