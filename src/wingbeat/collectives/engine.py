@@ -299,9 +299,12 @@ class Collectives:
         if buffer.device.type in world.nccl_devices:
             return Handle([self._start_nccl(what, buffer, after, packing, blocks)])
         if buffer.device.type != "cpu" and world.size > 1:
-            two = None if on_host or blocks is not None else self._two_level
-            given = (what, buffer, bucket, after, wire, topology, label, blocks)
-            return self._stage(*given) if two is None else self._divide(two, put_off, *given)
+            two = None if on_host or blocks is not None else self._two_level_of(what, buffer, wire)
+            return (
+                self._stage(what, buffer, bucket, after, wire, topology, label, blocks)
+                if two is None
+                else Handle([two.start(what, buffer, bucket, wire, label, after, put_off)])
+            )
         encoded = encoded_of(packing) is not None
         itemsize = buffer.element_size() if packing is None else packing.bytes_per_element
         # A ring would encode again at each hop, with additional loss.
@@ -338,23 +341,13 @@ class Collectives:
             raise
         return Handle(jobs)
 
-    def _divide(
-        self,
-        two: TwoLevel,
-        put_off: bool,
-        what: str,
-        buffer: torch.Tensor,
-        bucket: int,
-        after: Handle | None,
-        wire: WireFormat | None,
-        topology: Topology | None,
-        label: str,
-        blocks: Blocks,
-    ) -> Handle:
-        """Queue a collective on two levels, or that on the host's copy if it does not fit."""
-        if self._topology != two.topology or not two.fits(what, buffer, wire):
-            return self._stage(what, buffer, bucket, after, wire, topology, label, blocks)
-        return Handle([two.start(what, buffer, bucket, wire, label, after, put_off)])
+    def _two_level_of(
+        self, what: str, buffer: torch.Tensor, wire: WireFormat | None
+    ) -> TwoLevel | None:
+        """Return the collectives on two levels if this one fits."""
+        two = self._two_level
+        fits = two is not None and two.topology == self._topology and two.fits(what, buffer, wire)
+        return two if fits else None
 
     def _stage(
         self,
