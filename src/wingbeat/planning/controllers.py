@@ -165,9 +165,9 @@ class StrategyController:
         self._candidates: Sequence[Candidate] = ()
         self._compression.on = self._current.coded
         self._trial: Trial[int, list[float]] | None = None
-        self._iterations, self._windows = 0, FIRST_WINDOWS
+        self._iterations = 0
         self.done = False
-        self._drift = _after_decision(plan.drift, self._windows)
+        self._drift = _DriftAfterDecision(plan.drift, collectives.world.ranks)
         self._key = strategy_key(bucketing, collectives, strategy, self._possible)
         known = self._known_name() if plan.file else None
         if known is not None:
@@ -204,7 +204,7 @@ class StrategyController:
     def row(self, seconds: float) -> Sequence[float]:
         """Return the row of the trial; after it, the median of a window at its end, in seconds."""
         if self.done:
-            return [self._drift.median()] if self._drift.window_ended() else []
+            return self._drift.row()
         return () if self._trial is None else self._trial.report(seconds)
 
     def _begin(self) -> None:
@@ -231,7 +231,7 @@ class StrategyController:
 
     def _end(self, trial: Trial[int, list[float]]) -> None:
         self.done, self._trial = True, None
-        self._drift = _after_decision(self._plan.drift, self._windows)
+        self._drift.decided()
         if not self._collectives.world.leads or trial.result is None:
             return
         timed = [
@@ -245,11 +245,7 @@ class StrategyController:
 
     def _detect_drift(self, seconds: float, rows: Rows | None) -> bool:
         """Count an iteration under the chosen candidate; return whether a trial begins."""
-        drifted = None
-        if rows is not None:
-            ranks = self._collectives.world.ranks
-            drifted = self._drift.compare([row[0] for row in rows], ranks)
-        self._drift.count(seconds)
+        drifted = self._drift.detect(seconds, rows)
         if drifted is None:
             return False
         if self._collectives.world.leads:
@@ -257,7 +253,6 @@ class StrategyController:
                 "iterations take %.4g s in place of %.4g s with %s: trying strategies again",
                 *(drifted[1], drifted[0], self.name),
             )
-        self._windows *= 2  # as bucket sizes
         self.done = False
         self._begin()
         return True
@@ -290,11 +285,36 @@ def _another_topology(bucketing: Bucketing, collectives: Collectives) -> str:
     return found if collectives.fits(found) else ""
 
 
-def _after_decision(factor: float, windows: int) -> DriftDetector:
-    """Return a detector whose first window is the reference."""
-    drift = DriftDetector(0, factor, windows)
-    drift.planned(known=True)
-    return drift
+class _DriftAfterDecision:
+    """Detects that iterations are no longer as long as after a decision.
+
+    The first window after a decision is the reference. ``ranks`` has the rank in the job of each
+    worker, as used in error messages.
+    """
+
+    def __init__(self, factor: float, ranks: Sequence[int]) -> None:
+        self._factor, self._ranks, self._windows = factor, ranks, FIRST_WINDOWS
+        self.decided()
+
+    def decided(self) -> None:
+        """Begin again with a reference."""
+        self._drift = DriftDetector(0, self._factor, self._windows)
+        self._drift.planned(known=True)
+
+    def row(self) -> Sequence[float]:
+        """Return the median of a window at its end, in seconds."""
+        return [self._drift.median()] if self._drift.window_ended() else []
+
+    def detect(self, seconds: float, rows: Rows | None) -> tuple[float, float] | None:
+        """Count an iteration; return the seconds before and now if they differ by the factor."""
+        drifted = None
+        if rows is not None:
+            drifted = self._drift.compare([row[0] for row in rows], self._ranks)
+        self._drift.count(seconds)
+        if drifted is not None:
+            # Doubling keeps periodic changes from restarting the trial for ever.
+            self._windows *= 2
+        return drifted
 
 
 class _LedController(Generic[C, T]):
@@ -365,8 +385,7 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
         self._fusion = bucketing.fusion
         self._tuning = replace(tuning, topologies=topologies)
         self.topology = strategy.topology if topologies else ""
-        self._windows = FIRST_WINDOWS
-        self._drift = _after_decision(tuning.drift, self._windows)
+        self._drift = _DriftAfterDecision(tuning.drift, collectives.world.ranks)
         self._order_known = self.single_plan = False
         known = self._known_setting() if tuning.file else None
         if known is not None:
@@ -395,22 +414,18 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
             return False
         changed = self._continue(self._trial, rows)
         if self._trial.done:
-            self._drift = _after_decision(self._tuning.drift, self._windows)
+            self._drift.decided()
         return changed
 
     def row(self, seconds: float) -> Sequence[float]:
         """Return the row of the trial; after it, the median of a window at its end, in seconds."""
         if self.done:
-            return [self._drift.median()] if self._drift.window_ended() else []
+            return self._drift.row()
         return super().row(seconds)
 
     def _detect_drift(self, seconds: float, rows: Rows | None) -> bool:
         """Count an iteration under the chosen size; return whether tuning begins again."""
-        drifted = None
-        if rows is not None:
-            ranks = self._collectives.world.ranks
-            drifted = self._drift.compare([row[0] for row in rows], ranks)
-        self._drift.count(seconds)
+        drifted = self._drift.detect(seconds, rows)
         if drifted is None:
             return False
         if self._rank0:
@@ -420,8 +435,6 @@ class BucketSizeController(_LedController[Setting, BucketSizeResult]):
                 drifted[0],
                 format_setting(self.bucket_bytes, self.topology),
             )
-        # Doubling keeps periodic changes from restarting the tuning for ever.
-        self._windows *= 2
         self._trial = self._new_trial()
         self.done = False
         return True
