@@ -401,7 +401,7 @@ class Collectives(Exchange):
             if len(self._decoding) == 1:
                 self._decode()
 
-        _when_all(parts, arrived)
+        when_all(parts, arrived)
 
     def _decode(self) -> None:
         """Decode what has arrived, one bucket after the other."""
@@ -428,9 +428,9 @@ class Collectives(Exchange):
             self._cores.work(sent.between_s, summed)
 
         def summed() -> None:
-            _when_all(self._start_bytes("all_reduce", second, self._second), later.end)
+            when_all(self._start_bytes("all_reduce", second, self._second), later.end)
 
-        _when_all(self._start_bytes("all_reduce", first, self._lanes), between)
+        when_all(self._start_bytes("all_reduce", first, self._lanes), between)
 
     def _start_bytes(self, what: str, nbytes: int, lanes: Sequence[Lane]) -> list[Collective]:
         """Start a collective of so many bytes, in few rounds if there are few."""
@@ -467,7 +467,8 @@ class Later:
         self._waiters.clear()
 
 
-def _when_all(parts: Sequence[Collective], action: Callable[[], None]) -> None:
+def when_all(parts: Sequence[Waitable], action: Callable[[], None]) -> None:
+    """Call ``action`` when all operations, of which there is at least one, are complete."""
     left = len(parts)
 
     def one_over() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from typing import Protocol
 
 from wingbeat import compression as codecs
 from wingbeat import topologies
@@ -19,7 +20,7 @@ from wingbeat.parts.strategy import Strategy
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
-from wingbeat.simulator.exchange import Collectives
+from wingbeat.simulator.exchange import Collectives, when_all
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, shard_of
 from wingbeat.simulator.network import LOCAL, GroupNetwork, Network, Wires
 from wingbeat.simulator.run import simulate
@@ -122,16 +123,33 @@ def simulate_groups(
     for worker in workers:
         worker.begin()
     job.agenda.run()
-    assert len(job.ends) >= last, f"workers wait for ever after {len(job.ends)} iterations"
-    begun = job.ends[first - 1] if first else 0.0
-    iteration_s = (job.ends[last - 1] - begun) * layout.workers / (last - first)
-    seconds = sum(worker.trained_s for worker in workers)
+    return run_of(job.ends, first, last, workers, job.groups)
+
+
+class Trained(Protocol):
+    """What a worker has done: steps, and the seconds of computation and of all."""
+
+    steps: int
+    computed_s: float
+    trained_s: float
+
+
+def run_of(
+    ends: Sequence[float],
+    first: int,
+    last: int,
+    workers: Sequence[Trained],
+    groups: Sequence[tuple[int, ...]],
+) -> GroupRun:
+    """Return the result of a run, whose iterations ``first`` to ``last`` of all workers count."""
+    assert len(ends) >= last, f"workers wait for ever after {len(ends)} iterations"
+    begun = ends[first - 1] if first else 0.0
     computed = sum(worker.computed_s for worker in workers)
     return GroupRun(
-        iteration_s,
-        1 - computed / seconds,
+        (ends[last - 1] - begun) * len(workers) / (last - first),
+        1 - computed / sum(worker.trained_s for worker in workers),
         tuple(worker.steps for worker in workers),
-        tuple(job.groups),
+        tuple(groups),
     )
 
 
@@ -230,14 +248,6 @@ class _Job:
         ring, mesh = (
             topologies.fitted(name, layout, self.links.count) for name in ("ring", "mesh")
         )
-        left, after_s = 0, 0.0
-
-        def one_over() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                self.agenda.at(self.agenda.now + after_s, over)
-
         columns = [
             Collectives(
                 place,
@@ -258,14 +268,11 @@ class _Job:
         encoded = self.agenda.now + columns[0].before_s(Operation.ALL_REDUCE, 0)
 
         def start() -> None:
-            nonlocal left, after_s
             for each in columns:
                 each.start(Operation.ALL_REDUCE, 0, chained=False)
             after_s = columns[0].after_s(0)
             parts = [part for each in columns for part in each.under_way(0)]
-            left = len(parts)
-            for part in parts:
-                part.when_over(one_over)
+            when_all(parts, lambda: self.agenda.at(self.agenda.now + after_s, over))
 
         self.agenda.at(encoded, start)
 

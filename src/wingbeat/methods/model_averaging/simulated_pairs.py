@@ -8,7 +8,7 @@ from random import Random
 
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.pair_machine import Apply, Kind, PairMachine, Send
-from wingbeat.methods.model_averaging.simulated import GroupRun
+from wingbeat.methods.model_averaging.simulated import GroupRun, run_of
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Work
 from wingbeat.simulator.interfaces import Interfaces, Stream
@@ -75,14 +75,7 @@ def simulate_pairs(
     for worker in job.workers:
         worker.begin()
     job.agenda.run()
-    assert len(job.ends) >= last, f"workers wait for ever after {len(job.ends)} iterations"
-    begun = job.ends[first - 1] if first else 0.0
-    return GroupRun(
-        (job.ends[last - 1] - begun) * layout.workers / (last - first),
-        1 - sum(w.computed_s for w in job.workers) / sum(w.trained_s for w in job.workers),
-        tuple(worker.steps for worker in job.workers),
-        tuple(job.pairs),
-    )
+    return run_of(job.ends, first, last, job.workers, job.pairs)
 
 
 class _Job:
