@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import platform
 import runpy
 import socket
 import statistics
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from wingbeat.errors import UsageError
 from wingbeat.profiling import layers
+from wingbeat.profiling.processor import processor_name
 from wingbeat.profiling.profile import Profile
 from wingbeat.profiling.recorder import Recorder, Stop, tensors
 
@@ -190,20 +190,10 @@ def _parts(iteration: layers.Timed) -> dict[str, float]:
 def device_name(device: torch.device) -> str:
     """Return the name of a device, with the number of threads of a CPU."""
     if device.type == "cpu":
-        return f"{_processor()}, {torch.get_num_threads()} threads, float32"
+        return f"{processor_name()}, {torch.get_num_threads()} threads, float32"
     module = torch.get_device_module(device)
     known = getattr(module, "get_device_name", None)
     return f"{known(device) if known else device.type}, float32"
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    rows = (line.partition(":") for line in text.splitlines())
-    names = [value.strip() for key, _, value in rows if key.strip() == "model name"]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 # -- scripts -------------------------------------------------------------------------------------

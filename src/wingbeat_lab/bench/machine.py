@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 
+from wingbeat.profiling.processor import processor_name
+
 STOLEN_MUCH = 0.03
 """Share of the processors' stolen time from which a table warns."""
 
@@ -17,7 +19,7 @@ STOLEN_MUCH = 0.03
 def describe() -> dict[str, Any]:
     """Processor, cores, memory in bytes, kernel, and 1-minute load."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()}",
@@ -68,14 +70,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             out[name] = "not installed as a package"
     return out
-
-
-def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
