@@ -6,27 +6,9 @@ import json
 
 import pytest
 
+from helpers.profiles import TINY
 from wingbeat.errors import UsageError
 from wingbeat.profiling import decode, encode
-
-TINY = {
-    "name": "tiny",
-    "device": "none",
-    "batch_size": 2,
-    "samples_per_second": 100.0,
-    "source": "invented for a test",
-    "shapes_from": "nowhere",
-    "split": "by hand",
-    "layers": [
-        {
-            "name": "a.b",
-            "kind": "linear",
-            "parameters": {"weight": [8, 4], "bias": [8]},
-            "forward_ms": 6.0,
-            "backward_ms": 14.0,
-        }
-    ],
-}
 
 
 def test_encode_and_decode_are_inverse() -> None:

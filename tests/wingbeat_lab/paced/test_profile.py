@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.profiles import TINY
 from wingbeat.errors import UsageError
 from wingbeat.profiling import encode
 from wingbeat_lab.bench.bound import seconds_per_byte, simple
@@ -64,26 +65,6 @@ TENSORS = {
     "lstm_ptb": 11,
     "vgg16_cifar_bn": 54,
 }
-
-TINY = {
-    "name": "tiny",
-    "device": "none",
-    "batch_size": 2,
-    "samples_per_second": 100.0,
-    "source": "invented for a test",
-    "shapes_from": "nowhere",
-    "split": "by hand",
-    "layers": [
-        {
-            "name": "a.b",
-            "kind": "linear",
-            "parameters": {"weight": [8, 4], "bias": [8]},
-            "forward_ms": 6.0,
-            "backward_ms": 14.0,
-        }
-    ],
-}
-
 
 MINE = {
     "name": "mine",
