@@ -89,12 +89,18 @@ def test_first_failing_exit_code_is_passed_on(spec: str, run_python: Run, tmp_pa
 
 @pytest.mark.parametrize("spec", EVERYWHERE)
 def test_grace_after_a_failure_lets_others_report_then_ends_them(
-    spec: str, run_python: Run
+    spec: str, run_python: Run, tmp_path: Path
 ) -> None:
-    code = """if True:
-        import os, sys, time
-        if os.environ["RANK"] == "0": sys.exit(5)
+    code = f"""if True:
+        import fcntl, os, pathlib, sys, time
+        held, lock = pathlib.Path({str(tmp_path / "held")!r}), open({str(tmp_path / "lock")!r}, "w")
+        if os.environ["RANK"] == "0":
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends
+            held.touch()
+            sys.exit(5)
         if os.environ["RANK"] == "1":
+            while not held.exists(): time.sleep(0.01)
+            fcntl.flock(lock, fcntl.LOCK_EX)
             time.sleep(0.3); print("h0 is gone"); sys.exit(6)
         time.sleep(600)
     """
