@@ -89,6 +89,12 @@ class Links:
         return self.leaf > 0 and source // self.leaf != target // self.leaf
 
 
+SLACK_S = 0.5e-3
+"""Seconds between layers in which other work of the training thread delays nothing, with
+`Work.launch_s`: the device has operations in its queue. It is that of paced models.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Processor time of communication, in seconds.
@@ -105,9 +111,14 @@ class Work:
             stays on a host takes the time of `wingbeat.simulator.network.LOCAL`, sums included.
         add_s_per_byte: the same thread, and a server, for each byte added to a sum.
         fill_s_per_byte: training thread, for each gradient byte copied into a bucket.
+        launch_s: training thread, for each layer in forward and each parameter in backward, while
+            its time on the device passes; a thread that is late by less than `SLACK_S` delays
+            nothing.
         codecs: factor of the seconds of codecs in collectives, which are those of one core
             (`wingbeat.simulator.codecs`).
-        update_s_per_byte: training thread, for each parameter byte updated.
+        codecs_idle: share of these in which the processor is idle, where codecs are slowed.
+        update_s: training thread, for each parameter updated.
+        update_s_per_byte: the same, for each of its bytes.
         message_s: thread that pushes and pulls, and a server, for each message sent or received.
         message_s_per_byte: the same, for each byte sent or received.
         encrypt_s_per_byte: added to it if messages are encrypted.
@@ -120,7 +131,10 @@ class Work:
     wire_s_per_byte: float = 0.23e-9
     add_s_per_byte: float = 0.15e-9
     fill_s_per_byte: float = 0.1e-9
+    launch_s: float = 0.0
     codecs: float = 1.0
+    codecs_idle: float = 0.0
+    update_s: float = 0.0
     update_s_per_byte: float = 0.4e-9
     message_s: float = 30e-6
     message_s_per_byte: float = 0.25e-9

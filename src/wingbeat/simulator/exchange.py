@@ -26,12 +26,13 @@ from wingbeat.collectives.program import (
 )
 from wingbeat.compression import Coded, options_of
 from wingbeat.schedules.events import Operation
-from wingbeat.simulator.agenda import Agenda, Cores
+from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
 from wingbeat.simulator.codecs import FactorsSent, Packing, Seconds, factors_sent, packing_of
 from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.network import Carrier, Key
+from wingbeat.simulator.processors import Cores
 from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring
 from wingbeat.types import Layout, Span, blocks_of
 
@@ -150,12 +151,13 @@ class Lane:
                     if not self._network.receive(self._receive_key(task, transfer), self._go):
                         self._blocked = command
                         return
-                    self._wait(self._receive_s(task, transfer))
+                    self._code(
+                        self._decode_s(task, transfer),
+                        partial(self._wait, self._receive_s(task, transfer)),
+                    )
                     return
                 case programs.SendChunk(task, transfer):
-                    self._cores.work(
-                        self._encode_s(task, transfer), partial(self._sent, task, transfer)
-                    )
+                    self._code(self._encode_s(task, transfer), partial(self._sent, task, transfer))
                     return
                 case programs.Complete(task):
                     self._complete(task)
@@ -165,6 +167,13 @@ class Lane:
 
     def _wait(self, seconds: float) -> None:
         self._cores.work(seconds, self._go)
+
+    def _code(self, seconds: float, over: Callable[[], None]) -> None:
+        """Encode or decode for so many seconds, if any."""
+        if seconds:
+            code(seconds * self._work.codecs, self._work, self._cores, self._agenda, over)
+        else:
+            over()
 
     def _sent(self, task: Collective, transfer: Transfer) -> None:
         self._send_chunk(task, transfer)
@@ -177,16 +186,19 @@ class Lane:
             return 0.0
         seconds = packing.seconds(span)
         if packing.coding is None or not task.rounded.overlaps(span):
-            return seconds.encode * self._work.codecs
+            return seconds.encode
         task.encoded.add(span)
-        return sum(seconds) * self._work.codecs
+        return sum(seconds)
+
+    def _decode_s(self, task: Collective, transfer: Transfer) -> float:
+        """Return the seconds to unpack a chunk, and to add it in the same pass."""
+        packing = self._packing(task, transfer)
+        return 0.0 if packing is None else packing.seconds(transfer.span).decode
 
     def _receive_s(self, task: Collective, transfer: Transfer) -> float:
         seconds = self._chunk_s(task, transfer)
-        packing = self._packing(task, transfer)
-        if packing is not None:  # decoded and added in one pass
-            return seconds + packing.seconds(transfer.span).decode * self._work.codecs
-        if transfer.reduce and not self._near(transfer):
+        packed = self._packing(task, transfer) is not None
+        if transfer.reduce and not packed and not self._near(transfer):
             seconds += self._nbytes(task, transfer) * self._work.add_s_per_byte
         return seconds
 
@@ -226,6 +238,18 @@ class Lane:
         waiters, task.waiters = task.waiters, []
         for resume in waiters:
             self._agenda.at(self._agenda.now, resume)
+
+
+def code(
+    seconds: float, work: Work, cores: Cores, agenda: Agenda, over: Callable[[], None]
+) -> None:
+    """Call ``over`` after work of a codec, which takes so many ``seconds``."""
+    idle = seconds * work.codecs_idle
+
+    def busy_over() -> None:
+        agenda.at(agenda.now + idle, over)
+
+    cores.work(seconds - idle, busy_over if idle else over)
 
 
 class Waitable(Protocol):
@@ -283,7 +307,7 @@ class Collectives(Exchange):
     ) -> None:
         self._rank, self._workers, self._buckets = rank, workers, buckets
         self._topology, self._mesh = topology, mesh or Mesh()
-        self._wire, self._codecs = wire, work.codecs
+        self._wire, self._work = wire, work
         self._agenda, self._cores = agenda, cores or Cores(agenda)
         self._decoding: deque[tuple[float, Later]] = deque()
         self._speeds = links.speeds(hosts or workers)
@@ -307,7 +331,7 @@ class Collectives(Exchange):
         if self._factored:
             return self._factors(bucket).begin_s
         if self._gathers(operation):
-            return self._whole(bucket).encode * self._codecs
+            return self._whole(bucket).encode * self._work.codecs
         return 0.0
 
     def after_s(self, bucket: int) -> float:
@@ -349,7 +373,7 @@ class Collectives(Exchange):
 
     def _factors(self, bucket: int) -> FactorsSent:
         assert isinstance(self._wire, Coded)
-        return factors_sent(self._wire, self._buckets.parameters[bucket], self._codecs)
+        return factors_sent(self._wire, self._buckets.parameters[bucket], self._work.codecs)
 
     def _whole(self, bucket: int) -> Seconds:
         packing = self._packing(bucket)
@@ -392,7 +416,7 @@ class Collectives(Exchange):
         assert packing is not None
         row = -(-packing.nbytes(Span(0, self._buckets.numel[bucket])) // 8) * 8
         parts = self._start_bytes("all_gather", self._workers * row, self._lanes)
-        decode_s = self._workers * self._whole(bucket).decode * self._codecs
+        decode_s = self._workers * self._whole(bucket).decode * self._work.codecs
         later = Later(self._agenda)
         self._last[bucket] = [later]
 
@@ -413,7 +437,7 @@ class Collectives(Exchange):
             if self._decoding:
                 self._decode()
 
-        self._cores.work(seconds, decoded)
+        code(seconds, self._work, self._cores, self._agenda, decoded)
 
     def _sum_factors(self, bucket: int) -> None:
         """Sum thin factors, compute the second ones in a thread of their own, and sum these."""
@@ -425,7 +449,7 @@ class Collectives(Exchange):
             if not sent.second:
                 later.end()
                 return
-            self._cores.work(sent.between_s, summed)
+            code(sent.between_s, self._work, self._cores, self._agenda, summed)
 
         def summed() -> None:
             when_all(self._start_bytes("all_reduce", second, self._second), later.end)

@@ -34,12 +34,13 @@ from wingbeat.schedules.events import (
     Wait,
 )
 from wingbeat.schedules.intents import Answer, Intent
-from wingbeat.simulator.agenda import Agenda, Busy, Cores
-from wingbeat.simulator.cluster import Coding, Links, Traffic, Work, coding_of
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import SLACK_S, Coding, Links, Traffic, Work, coding_of
 from wingbeat.simulator.exchange import Collectives, Exchange, SimulationContext, Waitable
 from wingbeat.simulator.merging import merged_buckets
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of, layers_of, shard_of
 from wingbeat.simulator.network import LOCAL, GroupNetwork, Network, Wires
+from wingbeat.simulator.processors import Busy, Cores
 from wingbeat.topologies import Ring
 from wingbeat.traits import KEPT
 from wingbeat.types import Layout
@@ -83,6 +84,8 @@ class Worker:
         self._work, self._agenda, self._record = work, agenda, record
         self._cores, self._slow, self._sleeps, self._shards = cores, slow, sleeps, shards
         self._inside = inside
+        # The device's time, and when the training thread last returned to the model.
+        self._due = self._left = 0.0
         self._announced: tuple[Intent, frozenset[int], Sequence[Waitable]] | None = None
         self.ends: list[float] = []
         self.waited: list[float] = []
@@ -134,15 +137,30 @@ class Worker:
             self._waited_s = 0.0
         yield from self._notify(ParametersNeeded(self._buckets.forward))
 
+    def _compute(self, seconds: float, launch_s: float) -> Iterator[Pause]:
+        """Compute on the device, whose queue the training thread fills meanwhile."""
+        if not self._work.launch_s:
+            yield seconds
+            return
+        if self._agenda.now - self._left > SLACK_S:
+            late = max(0.0, self._left - self._due)
+            self._due = max(self._due, self._agenda.now - late)
+        yield Busy(launch_s)
+        self._due += seconds
+        yield max(0.0, self._due - self._agenda.now)
+        self._left = self._agenda.now
+
     def _forward(self) -> Iterator[Pause]:
+        self._due = self._left = self._agenda.now
         for number, layer in enumerate(self._model.layers):
             if layer.tensors:
                 needed = dict.fromkeys(self._buckets.of[t] for t in layer.tensors)
                 yield from self._notify(ParametersNeeded(tuple(needed)))
                 yield from self._gather_inside(number)
-            yield layer.forward_s * self._slow
+            yield from self._compute(layer.forward_s * self._slow, self._work.launch_s)
 
     def _backward(self) -> Iterator[Pause]:
+        self._due = self._left = self._agenda.now
         self._missing, self._ready, self._begun = list(self._buckets.members), 0, False
         last = len(self._model.layers) - 1
         for number, layer in zip(range(last, -1, -1), reversed(self._model.layers), strict=True):
@@ -151,13 +169,14 @@ class Worker:
             if not sizes or self._inside is not None:
                 if sizes:
                     yield from self._gather_inside(number)
-                yield seconds
+                yield from self._compute(seconds, 0.0)
                 seconds = 0.0
             if sizes and self._inside is not None:
                 self._inside.start(Operation.REDUCE_SCATTER, number, chained=False)
                 yield from self._inside.under_way(number)
             for tensor, numel in sizes.items():
-                yield seconds * numel / sum(sizes.values())
+                share = seconds * numel / sum(sizes.values())
+                yield from self._compute(share, self._work.launch_s)
                 yield from self._filled(tensor, numel)
         yield from self._notify(BackwardEnds())
 
@@ -191,24 +210,25 @@ class Worker:
     def _perform(self, command: Command) -> Generator[Pause, None, Answer | None]:
         match command:
             case Start(operation, bucket, chained):
-                yield Busy(self._exchange.before_s(operation, bucket))
+                yield from self._code(self._exchange.before_s(operation, bucket))
                 self._record(self._agenda.now, self._rank, operation.value, bucket)
                 self._exchange.start(operation, bucket, chained)
             case Wait(bucket):
                 yield from self._exchange.under_way(bucket)
-                yield Busy(self._exchange.after_s(bucket))
+                yield from self._code(self._exchange.after_s(bucket))
             case Update(bucket):
                 self._record(self._agenda.now, self._rank, "update", bucket)
-                numel = self._buckets.numel[bucket]
+                numel, count = self._buckets.numel[bucket], self._buckets.members[bucket]
                 # A divided optimizer has updated them: gathered parameters are copied.
-                yield self._copy_s(numel) if self._shards else self._update_s(numel)
+                yield self._copy_s(numel) if self._shards else self._update_s(numel, count)
             case UpdateOwn(bucket):
-                yield self._update_s(self._buckets.numel[bucket] / self._shards)
+                numel, count = self._buckets.numel[bucket], self._buckets.members[bucket]
+                yield self._update_s(numel / self._shards, count / self._shards)
             case Place(bucket):
                 yield self._copy_s(self._buckets.numel[bucket] / self._shards)
             case Step():
                 self._record(self._agenda.now, self._rank, "step", -1)
-                yield self._update_s(sum(self._buckets.numel))
+                yield self._update_s(sum(self._buckets.numel), sum(self._buckets.members))
             case Announce(intent, used):
                 self._announced = intent, used, self._exchange.announce()
             case Await():
@@ -218,8 +238,15 @@ class Worker:
                 return Answer((intent,) * self._shards, used)  # all workers do the same
         return None
 
-    def _update_s(self, numel: float) -> Busy:
-        return Busy(numel * ITEMSIZE * self._work.update_s_per_byte)
+    def _code(self, seconds: float) -> Iterator[Pause]:
+        """Encode or decode."""
+        idle = seconds * self._work.codecs_idle
+        yield Busy(seconds - idle)
+        yield idle
+
+    def _update_s(self, numel: float, count: float) -> Busy:
+        work = self._work
+        return Busy(count * work.update_s + numel * ITEMSIZE * work.update_s_per_byte)
 
     def _copy_s(self, numel: float) -> Busy:
         return Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
@@ -279,6 +306,7 @@ def simulate(
     local: Links = LOCAL,
     coding: Coding | None = None,
     cores: int | None = None,
+    one_machine: bool = False,
     inside: int = 1,
 ) -> Run:
     """Train ``model`` for ``iterations`` iterations in virtual time.
@@ -307,6 +335,8 @@ def simulate(
             core.
         cores: processors of each host, which the threads of its workers share; by default each
             thread has its own. The model itself runs on a device.
+        one_machine: all hosts share ``cores``, as where one machine emulates them; all workers are
+            then simulated.
         inside: processes of each worker, which is then a replica with a host of its own, divided by
             FSDP2: each layer is gathered by ``local`` before its forward and before its backward,
             and its gradients are reduced after it, without overlap with computation. Each process
@@ -331,6 +361,7 @@ def simulate(
         work or Work(),
         coding or (coding_of(strategy.wire) if served else Coding()),
         cores,
+        one_machine,
         slow or {},
         sleeps,
         schedule,
@@ -376,11 +407,8 @@ def _check(
             "simulate(): a choice by trial (Auto) is not simulated; simulate its candidates: "
             "AllReduce(), DeAR(plan='fixed')"
         )
-    if cores is not None and (cores < 1 or served):
-        raise UsageError(
-            f"simulate(cores={cores}): 1 or more, and not with servers, whose threads have "
-            "processors of their own; leave it out"
-        )
+    if cores is not None and cores < 1:
+        raise UsageError(f"simulate(cores={cores}): 1 or more, or leave it out")
     if coding is not None and not served:
         raise UsageError("simulate(coding=): it is how gradients travel to servers; leave it out")
     if strategy.exchange.tuned:
@@ -400,6 +428,7 @@ class _Job:
     work: Work
     coding: Coding
     cores: int | None
+    one_machine: bool
     slow: Mapping[int, float]
     sleeps: Sleeps | None
     schedule: Callable[[], Schedule] | None
@@ -453,11 +482,11 @@ class _Job:
             self.work,
             agenda,
             network,
-            alike=not self.slow and self.sleeps is None and self.links.alike,
+            alike=not (self.slow or self.sleeps or self.one_machine) and self.links.alike,
             traffic=traffic,
             coding=self.coding,
             wire=self.strategy.wire,
-            cores=[Cores(agenda, self.cores) for _ in self.layout.hosts],
+            cores=self._processors(agenda),
             columns=self.inside,
         )
         if self.inside == 1:
@@ -473,6 +502,13 @@ class _Job:
             )
             for column in range(self.inside)
         ]
+
+    def _processors(self, agenda: Agenda) -> list[Cores]:
+        """Return those of each host."""
+        count = len(self.layout.hosts)
+        if self.one_machine:
+            return [Cores(agenda, self.cores)] * count
+        return [Cores(agenda, self.cores) for _ in range(count)]
 
     def _worker(
         self,
