@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from wingbeat.compression import Coded, Sketch, options_of
 from wingbeat.errors import UsageError
+from wingbeat.simulator import codecs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +170,14 @@ class Coding:
             raise UsageError("Coding(): seconds for each byte are 0 or more")
 
 
-SKETCH = Coding(ratio=0.251, encode_s_per_byte=1 / 3.43e9, decode_s_per_byte=1 / 5.78e9)
-"""An 8-bit sketch on one core ("Codecs" in ``docs/results.md``)."""
+SKETCH = Coding(
+    ratio=0.251, encode_s_per_byte=codecs.SKETCH.encode, decode_s_per_byte=codecs.SKETCH.decode
+)
+"""An 8-bit sketch on one core, with the seconds of `wingbeat.simulator.codecs`."""
 
-
-SKETCH_4 = Coding(ratio=0.126, encode_s_per_byte=1 / 2.74e9, decode_s_per_byte=1 / 3.91e9)
+SKETCH_4 = Coding(
+    ratio=0.126, encode_s_per_byte=codecs.SKETCH_4.encode, decode_s_per_byte=codecs.SKETCH_4.decode
+)
 """A 4-bit sketch on one core."""
 
 _HALF = 0.5
@@ -181,7 +185,7 @@ _FEW_BITS = 4
 
 
 def coding_of(wire: str | Coded) -> Coding:
-    """Return the encoding of a strategy's ``wire`` on one core ("Codecs" in ``docs/results.md``).
+    """Return the encoding of a strategy's ``wire`` on one core.
 
     Raises:
         UsageError: the encoded size depends on tensor shapes, or differs between tensors.

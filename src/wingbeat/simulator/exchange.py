@@ -310,6 +310,7 @@ class Collectives(Exchange):
         self._wire, self._work = wire, work
         self._agenda, self._cores = agenda, cores or Cores(agenda)
         self._decoding: deque[tuple[float, Later]] = deque()
+        self._turns: deque[Callable[[], None]] = deque()
         self._speeds = links.speeds(hosts or workers)
         ring = isinstance(topology, Ring | Hierarchical) and not getattr(topology, "direct", False)
         self._direct = ring and workers <= DIRECT_RANKS
@@ -440,21 +441,44 @@ class Collectives(Exchange):
         code(seconds, self._work, self._cores, self._agenda, decoded)
 
     def _sum_factors(self, bucket: int) -> None:
-        """Sum thin factors, compute the second ones in a thread of their own, and sum these."""
+        """Sum thin factors, compute the second ones in a thread of their own, and sum these.
+
+        The thread takes one bucket after the other, in the order in which they began.
+        """
         sent, later = self._factors(bucket), Later(self._agenda)
         self._last[bucket], self._after_s[bucket] = [later], sent.end_s
         first, second = (self._padded(numel) * ITEMSIZE for numel in (sent.first, sent.second))
+        arrived = Later(self._agenda)
+        when_all(self._start_bytes("all_reduce", first, self._lanes), arrived.end)
+
+        def turn() -> None:
+            _when_over(arrived, between)
 
         def between() -> None:
-            if not sent.second:
+            if sent.second:
+                code(sent.between_s, self._work, self._cores, self._agenda, summed)
+            else:
                 later.end()
-                return
-            code(sent.between_s, self._work, self._cores, self._agenda, summed)
+                self._end_turn()
 
         def summed() -> None:
-            when_all(self._start_bytes("all_reduce", second, self._second), later.end)
+            parts = self._start_bytes("all_reduce", second, self._second)
+            kept = Later(self._agenda)
+            when_all([*parts, kept], later.end)
+            code(sent.keep_s, self._work, self._cores, self._agenda, partial(after, kept))
 
-        when_all(self._start_bytes("all_reduce", first, self._lanes), between)
+        def after(kept: Later) -> None:
+            kept.end()
+            self._end_turn()
+
+        self._turns.append(turn)
+        if len(self._turns) == 1:
+            turn()
+
+    def _end_turn(self) -> None:
+        self._turns.popleft()
+        if self._turns:
+            self._turns[0]()
 
     def _start_bytes(self, what: str, nbytes: int, lanes: Sequence[Lane]) -> list[Collective]:
         """Start a collective of so many bytes, in few rounds if there are few."""
@@ -489,6 +513,14 @@ class Later:
         for resume in self._waiters:
             self._agenda.at(self._agenda.now, resume)
         self._waiters.clear()
+
+
+def _when_over(part: Waitable, action: Callable[[], None]) -> None:
+    """Call ``action`` when the operation is complete, or now if it is."""
+    if part.over:
+        action()
+    else:
+        part.when_over(action)
 
 
 def when_all(parts: Sequence[Waitable], action: Callable[[], None]) -> None:
