@@ -47,14 +47,14 @@ MEDIAN, WORST, RANKED = 0.04, 0.10, 0.04
 class Setting:
     """A lab, for a model whose usual rate is ``{rate}`` Mbit/s.
 
-    ``small``: there are more than four workers, each with less of the model, so that the two
-    processors carry them. ``apart``: strategies without lockstep run here too.
+    ``part``: of each worker's model, where more than four share the two processors. ``apart``:
+    strategies without lockstep run here too.
     """
 
     lab: str
     share: float = 1.0
     per_host: int = 1
-    small: bool = False
+    part: float = 1.0
     apart: bool = False
 
     def of(self, rate: float) -> str:
@@ -64,9 +64,9 @@ class Setting:
 
 SETTINGS = {
     "slow": Setting("star:4@{rate},prio=2", apart=True),
-    "fast, 2 a host": Setting("star:3@{rate},prio=2", share=2.5, per_host=2, small=True),
-    "4 a host": Setting("star:2@{rate},prio=2", per_host=4, small=True),
-    "two NICs": Setting("star:4x2@{rate},prio=2", share=0.6, apart=True),
+    "fast, 2 a host": Setting("star:3@{rate},prio=2", share=2.5, per_host=2, part=0.6),
+    "4 a host": Setting("star:2@{rate},prio=2", per_host=4, part=0.6),
+    "two NICs": Setting("star:4x2@{rate},prio=2", share=0.6),
     "uneven": Setting("star:4@{rate},h3@{slow},prio=2", share=1.2, apart=True),
     "fat-tree": Setting("fat-tree:4/2@{rate}+{rate},prio=2", share=1.2),
 }
@@ -74,18 +74,22 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A bundled model: its usual rate in Mbit/s, and its scale with four workers and with more."""
+    """A bundled model: its usual rate in Mbit/s, and its scales.
+
+    With ``coded``, for strategies with codecs, it has more bytes: a lab prolongs the time of codecs
+    by the scale, and with it the noise of short calls.
+    """
 
     rate: float
     scale: float
-    small: float
+    coded: float
 
 
 MODELS = {
-    "resnet50": Scaled(4000, 0.25, 0.15),
-    "vgg16": Scaled(16000, 0.05, 0.03),
-    "bert_base": Scaled(12000, 0.06, 0.035),
-    "alexnet": Scaled(10000, 0.1, 0.06),
+    "resnet50": Scaled(4000, 0.06, 0.2),
+    "vgg16": Scaled(16000, 0.012, 0.04),
+    "bert_base": Scaled(12000, 0.015, 0.05),
+    "alexnet": Scaled(10000, 0.025, 0.08),
 }
 
 HELD_BACK = (
@@ -105,17 +109,20 @@ STRATEGIES = {
     "allreduce, low rank": "allreduce:compression=lowrank@1:auto_disable=false",
     "omgs": "omgs:merge=exact,steps=3,compression=topk@0.01:auto_disable=false",
     "geryon": "geryon",
-    "partitioned ps": "partitionedps",
     "canary": "canary:s=2,p=none,compression=fp32",
     "ripples": "ripples",
     "adpsgd": "adpsgd",
     "local steps": "localsgd:every=4",
 }
 
+CODED = ("dear, sketch", "allreduce, sketch@4", "allreduce, low rank", "omgs")
+"""Strategies with codecs."""
+
 APART = ("canary", "ripples", "adpsgd", "local steps")
 """Strategies without lockstep: means of more iterations, in a turn of their own."""
 
-FEW, MANY = {"iterations": 6, "rounds": 2, "warmup": 1}, {"iterations": 12, "warmup": 2}
+FEW = {"iterations": 4, "rounds": 2, "warmup": 1}
+MANY = {"iterations": 12, "rounds": 1, "warmup": 2}
 """Timed iterations of a strategy in its turns; local steps need whole periods."""
 
 Row = dict[str, Any]
@@ -225,19 +232,21 @@ def resumed(path: Path, report: dict[str, Any]) -> list[Cell]:
 
 
 def benches(args: argparse.Namespace, model: str, setting: str) -> Iterator[BenchConfig]:
-    """Yield the benches of a cell: strategies in lockstep, and the others if they run there."""
-    lab, scaled = SETTINGS[setting], MODELS[model]
-    few = dict(FEW)
+    """Yield the benches of a cell: dense, coded, and without lockstep if these run there."""
+    lab, scaled, few = SETTINGS[setting], MODELS[model], dict(FEW)
     for name in ("iterations", "rounds"):
         if getattr(args, name) is not None:
             few[name] = getattr(args, name)
-    for apart, counts in ((False, few), (True, MANY | {"rounds": 1})):
-        rows = tuple(STRATEGIES[s] for s in args.strategies if (s in APART) == apart)
-        if rows and (lab.apart or not apart):
+    dense = [each for each in args.strategies if each not in (*CODED, *APART)]
+    coded = [each for each in args.strategies if each in CODED]
+    apart = [each for each in args.strategies if each in APART and lab.apart]
+    parts = (dense, scaled.scale, few), (coded, scaled.coded, few), (apart, scaled.scale, MANY)
+    for names, scale, counts in parts:
+        if names:
             yield BenchConfig(
                 lab=lab.of(scaled.rate),
-                model=f"paced:{model}@{scaled.small if lab.small else scaled.scale:g}",
-                strategies=rows,
+                model=f"paced:{model}@{scale * lab.part:g}",
+                strategies=tuple(STRATEGIES[each] for each in names),
                 per_host=lab.per_host,
                 measure=False,
                 **counts,

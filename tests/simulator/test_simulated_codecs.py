@@ -163,8 +163,8 @@ def test_slower_codecs_take_in_proportion(wire: str) -> None:
     once, twice = (
         run(name, links=FAST, work=replace(FREE, codecs=factor)).median_s for factor in (1.0, 2.0)
     )
-    # Each matrix costs 92 microseconds besides.
-    fixed = 92e-6 if wire == "lowrank@2" else 0.0
+    # A matrix costs 160 microseconds besides: what is kept is computed after the second sum.
+    fixed = 160e-6 if wire == "lowrank@2" else 0.0
     assert once > 1e-5
     assert twice - fixed == pytest.approx(2 * (once - fixed), rel=1e-3)
 
@@ -177,6 +177,37 @@ def test_workers_of_a_host_wait_for_its_processors() -> None:
     )
     assert one == pytest.approx(4 * many, rel=0.05)
     assert run("allreduce:compression=sketch", cores=4, **options).median_s == pytest.approx(many)
+
+
+def test_hosts_of_one_machine_share_its_processors() -> None:
+    options: dict = {"workers": 4, "work": replace(FREE, codecs=1.0), "links": FAST}
+    own, shared = (
+        run("allreduce:compression=sketch", cores=1, one_machine=each, **options).median_s
+        for each in (False, True)
+    )
+    assert shared == pytest.approx(4 * own, rel=0.05)
+
+
+def test_processors_are_free_while_slowed_codecs_sleep() -> None:
+    options: dict = {"workers": 4, "links": FAST, "cores": 1, "one_machine": True}
+    once, slowed, sleeping = (
+        run("allreduce:compression=sketch", work=replace(FREE, **work), **options).median_s
+        for work in (
+            {"codecs": 1.0},
+            {"codecs": 8.0},
+            {"codecs": 8.0, "codecs_idle": 7 / 8},
+        )
+    )
+    assert slowed == pytest.approx(8 * once, rel=0.01)
+    # Four workers sleep for as long as eight times the work of one.
+    assert 2 * once < sleeping < 4 * once
+
+
+def test_servers_of_a_host_wait_for_its_processors() -> None:
+    options: dict = {"workers": 4, "links": FAST, "work": replace(FREE, message_s=1e-3)}
+    many, one = (run("geryon", cores=cores, **options).median_s for cores in (None, 1))
+    shared = run("geryon", cores=1, one_machine=True, **options).median_s
+    assert 1.2 * many < one < shared / 2
 
 
 def test_a_divided_optimizer_updates_a_part_on_each_worker() -> None:
@@ -209,5 +240,3 @@ def test_parameters_of_a_divided_optimizer_are_not_encoded() -> None:
 def test_processors_that_nobody_can_have_are_refused() -> None:
     with pytest.raises(UsageError, match="cores=0"):
         run("allreduce", cores=0)
-    with pytest.raises(UsageError, match="cores=2"):
-        run("geryon", cores=2)

@@ -112,13 +112,16 @@ class Work:
             stays on a host takes the time of `wingbeat.simulator.network.LOCAL`, sums included.
         add_s_per_byte: the same thread, and a server, for each byte added to a sum.
         fill_s_per_byte: training thread, for each gradient byte copied into a bucket.
+        hook_s: training thread, for each gradient that is ready.
+        start_s: the same, for each operation on a bucket that it starts.
         launch_s: training thread, for each layer in forward and each parameter in backward, while
             its time on the device passes; a thread that is late by less than `SLACK_S` delays
             nothing.
         codecs: factor of the seconds of codecs in collectives, which are those of one core
             (`wingbeat.simulator.codecs`).
         codecs_idle: share of these in which the processor is idle, where codecs are slowed.
-        update_s: training thread, for each parameter updated.
+        step_s: training thread, for each step of the optimizer, on all buckets or on one.
+        update_s: the same, for each parameter updated.
         update_s_per_byte: the same, for each of its bytes.
         message_s: thread that pushes and pulls, and a server, for each message sent or received.
         message_s_per_byte: the same, for each byte sent or received.
@@ -132,9 +135,12 @@ class Work:
     wire_s_per_byte: float = 0.23e-9
     add_s_per_byte: float = 0.15e-9
     fill_s_per_byte: float = 0.1e-9
+    hook_s: float = 0.0
+    start_s: float = 0.0
     launch_s: float = 0.0
     codecs: float = 1.0
     codecs_idle: float = 0.0
+    step_s: float = 0.0
     update_s: float = 0.0
     update_s_per_byte: float = 0.4e-9
     message_s: float = 30e-6

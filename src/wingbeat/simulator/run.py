@@ -177,16 +177,20 @@ class Worker:
             for tensor, numel in sizes.items():
                 share = seconds * numel / sum(sizes.values())
                 yield from self._compute(share, self._work.launch_s)
-                yield from self._filled(tensor, numel)
+                yield from self._filled(tensor)
         yield from self._notify(BackwardEnds())
 
-    def _filled(self, tensor: int, numel: int) -> Iterator[Pause]:
-        """Copy a gradient into its bucket."""
+    def _filled(self, tensor: int) -> Iterator[Pause]:
+        """Count a gradient, and copy those of a bucket that is complete."""
         if not self._begun:
             self._begun = True
             yield from self._notify(BackwardBegins())
-        yield Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
-        self._missing[self._buckets.of[tensor]] -= 1
+        bucket = self._buckets.of[tensor]
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0:
+            count, numel = self._buckets.members[bucket], self._buckets.numel[bucket]
+            work = self._work
+            yield Busy(count * work.hook_s + numel * ITEMSIZE * work.fill_s_per_byte)
         while self._ready < len(self._missing) and self._missing[self._ready] == 0:
             yield from self._notify(BucketReady(self._ready))
             self._ready += 1
@@ -210,6 +214,7 @@ class Worker:
     def _perform(self, command: Command) -> Generator[Pause, None, Answer | None]:
         match command:
             case Start(operation, bucket, chained):
+                yield Busy(self._work.start_s)
                 yield from self._code(self._exchange.before_s(operation, bucket))
                 self._record(self._agenda.now, self._rank, operation.value, bucket)
                 self._exchange.start(operation, bucket, chained)
@@ -246,7 +251,8 @@ class Worker:
 
     def _update_s(self, numel: float, count: float) -> Busy:
         work = self._work
-        return Busy(count * work.update_s + numel * ITEMSIZE * work.update_s_per_byte)
+        own_s = work.step_s + count * work.update_s
+        return Busy(own_s + numel * ITEMSIZE * work.update_s_per_byte)
 
     def _copy_s(self, numel: float) -> Busy:
         return Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
@@ -265,7 +271,7 @@ class Run:
 
     Attributes:
         iterations_s: seconds of each iteration of rank 0.
-        waited_s: seconds of each iteration in which rank 0's training thread waited for an exchange.
+        waited_s: seconds of each in which rank 0's training thread waited for an exchange.
         trace: operations and updates, in order of time.
         bytes_per_host: bytes that a host sends to others in an iteration, the mean over the hosts.
             Headers of TCP and below are not counted.

@@ -27,17 +27,28 @@ stamps, checksum and the gap between frames are subtracted.
 """
 
 LAB_WORK = simulator.Work(
-    launch_s=85e-6, update_s=17e-6, update_s_per_byte=0.4e-9, wire_s_per_byte=0.4e-9
+    launch_s=85e-6,
+    hook_s=15e-6,
+    start_s=0.3e-3,
+    step_s=0.45e-3,
+    update_s=17e-6,
+    update_s_per_byte=0.4e-9,
+    wire_s_per_byte=0.4e-9,
+    message_s=120e-6,
 )
 """Processor time in a lab, where it differs from the simulator's defaults.
 
-CPU time of one process with `PacedModel` and SGD, the least of seven iterations of resnet50,
-bert_base and vgg16 at scales of 0.002 to 0.25 (2026-11-27, AMD EPYC, load 14 to 30): 7.3 ms for the
+CPU time on an AMD EPYC (2026-11-27, load 7 to 30), the least of seven iterations. One process with
+`PacedModel` and SGD, for resnet50, bert_base and vgg16 at scales of 0.002 to 0.25: 7.3 ms for the
 forward of 107 layers and 11.2 ms for that of 118; 13.6 ms and 19.3 ms for the backward of 161 and
-206 parameters; 2.7 and 4.1 ms for their update and 0.34 to 0.49 ns for each of its bytes. Bytes of
-links: threads other than the training thread of two workers in ``star:2@10gbit``, 20.4 ms for
-51 MB in and out, 16.6 ms for 55 MB; the kernel's work for interfaces that is no process's is
-added, at most 0.1 ns for each byte.
+206 parameters; 2.7 and 4.1 ms for their update and 0.34 to 0.49 ns for each of its bytes.
+
+Two workers in ``star:2@10gbit``, the training threads of resnet50 and vgg16 at scales of 0.01 and
+0.002: in addition to a worker alone 3.9 and 1.8 ms for the hooks and starts of `AllReduce`, and 3.2
+and 4.4 ms more for the steps by buckets of `DeAR`. Other threads, at 0.25 and 0.05: 20.4 ms for 51
+MB in and out, 16.6 ms for 55 MB; the kernel's work for interfaces that is no process's is added, at
+most 0.1 ns for each byte. Messages: servers of `Geryon` in ``star:4@4gbit``, resnet50 at 0.02 and
+0.2: 28 ms for 172 messages, 53 ms for 354 and ten times the bytes.
 """
 
 ROUNDING = 1e-6
