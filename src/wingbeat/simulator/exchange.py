@@ -185,10 +185,13 @@ class Lane:
         if packing is None or span in task.encoded:
             return 0.0
         seconds = packing.seconds(span)
-        if packing.coding is None or not task.rounded.overlaps(span):
+        if packing.coding is None:
             return seconds.encode
+        encode = seconds.encode * self._work.encode
+        if not task.rounded.overlaps(span):
+            return encode
         task.encoded.add(span)
-        return sum(seconds)
+        return encode + seconds.decode
 
     def _decode_s(self, task: Collective, transfer: Transfer) -> float:
         """Return the seconds to unpack a chunk, and to add it in the same pass."""
@@ -332,7 +335,7 @@ class Collectives(Exchange):
         if self._factored:
             return self._factors(bucket).begin_s
         if self._gathers(operation):
-            return self._whole(bucket).encode * self._work.codecs
+            return self._whole(bucket).encode * self._work.encode * self._work.codecs
         return 0.0
 
     def after_s(self, bucket: int) -> float:

@@ -35,6 +35,7 @@ LAB_WORK = simulator.Work(
     update_s_per_byte=0.4e-9,
     wire_s_per_byte=0.4e-9,
     message_s=120e-6,
+    encode=0.7,
 )
 """Processor time in a lab, where it differs from the simulator's defaults.
 
@@ -49,6 +50,9 @@ and 4.4 ms more for the steps by buckets of `DeAR`. Other threads, at 0.25 and 0
 MB in and out, 16.6 ms for 55 MB; the kernel's work for interfaces that is no process's is added, at
 most 0.1 ns for each byte. Messages: servers of `Geryon` in ``star:4@4gbit``, resnet50 at 0.02 and
 0.2: 28 ms for 172 messages, 53 ms for 354 and ten times the bytes.
+
+All elements of a paced model's gradient are equal. Encoding 0.35 to 6 million such values takes
+0.60 to 0.79 times as long as of random ones with a sketch, and 0.50 to 0.73 times with top-k.
 """
 
 ROUNDING = 1e-6
