@@ -119,8 +119,7 @@ class Work:
             nothing.
         codecs: factor of the seconds of codecs in collectives, which are those of one core
             (`wingbeat.simulator.codecs`).
-        encode: factor, besides, of the seconds to encode by sketch or top-k, which depend on the
-            values.
+        sketch: factor, besides, of the seconds to encode a sketch, which depend on the values.
         codecs_idle: share of these in which the processor is idle, where codecs are slowed.
         step_s: training thread, for each step of the optimizer, on all buckets or on one.
         update_s: the same, for each parameter updated.
@@ -141,7 +140,7 @@ class Work:
     start_s: float = 0.0
     launch_s: float = 0.0
     codecs: float = 1.0
-    encode: float = 1.0
+    sketch: float = 1.0
     codecs_idle: float = 0.0
     step_s: float = 0.0
     update_s: float = 0.0

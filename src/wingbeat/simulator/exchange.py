@@ -28,7 +28,14 @@ from wingbeat.compression import Coded, options_of
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
-from wingbeat.simulator.codecs import FactorsSent, Packing, Seconds, factors_sent, packing_of
+from wingbeat.simulator.codecs import (
+    ADDED,
+    FactorsSent,
+    Packing,
+    Seconds,
+    factors_sent,
+    packing_of,
+)
 from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.network import Carrier, Key
@@ -187,7 +194,7 @@ class Lane:
         seconds = packing.seconds(span)
         if packing.coding is None:
             return seconds.encode
-        encode = seconds.encode * self._work.encode
+        encode = seconds.encode * (self._work.sketch if packing.sketches else 1.0)
         if not task.rounded.overlaps(span):
             return encode
         task.encoded.add(span)
@@ -335,7 +342,7 @@ class Collectives(Exchange):
         if self._factored:
             return self._factors(bucket).begin_s
         if self._gathers(operation):
-            return self._whole(bucket).encode * self._work.encode * self._work.codecs
+            return self._whole(bucket).encode * self._work.codecs
         return 0.0
 
     def after_s(self, bucket: int) -> float:
@@ -420,7 +427,8 @@ class Collectives(Exchange):
         assert packing is not None
         row = -(-packing.nbytes(Span(0, self._buckets.numel[bucket])) // 8) * 8
         parts = self._start_bytes("all_gather", self._workers * row, self._lanes)
-        decode_s = self._workers * self._whole(bucket).decode * self._work.codecs
+        payloads = 1 + (self._workers - 1) * ADDED
+        decode_s = payloads * self._whole(bucket).decode * self._work.codecs
         later = Later(self._agenda)
         self._last[bucket] = [later]
 

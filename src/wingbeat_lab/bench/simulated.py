@@ -35,7 +35,7 @@ LAB_WORK = simulator.Work(
     update_s_per_byte=0.4e-9,
     wire_s_per_byte=0.4e-9,
     message_s=120e-6,
-    encode=0.7,
+    sketch=0.7,
 )
 """Processor time in a lab, where it differs from the simulator's defaults.
 
@@ -52,7 +52,7 @@ most 0.1 ns for each byte. Messages: servers of `Geryon` in ``star:4@4gbit``, re
 0.2: 28 ms for 172 messages, 53 ms for 354 and ten times the bytes.
 
 All elements of a paced model's gradient are equal. Encoding 0.35 to 6 million such values takes
-0.60 to 0.79 times as long as of random ones with a sketch, and 0.50 to 0.73 times with top-k.
+0.60 to 0.79 times as long as of random ones with a sketch, and as long with top-k.
 """
 
 ROUNDING = 1e-6

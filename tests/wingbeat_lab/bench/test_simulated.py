@@ -74,7 +74,8 @@ def test_averages_in_every_step_take_longer_than_seldom_ones() -> None:
 
 def test_fewer_processors_take_longer() -> None:
     for strategy in ("allreduce", "geryon", "canary:s=2,p=none"):
-        checked = config_of(strategy, lab="star:4@100gbit,prio=2").check()
+        lab, model = "star:4@100gbit,prio=2", "paced:resnet50@0.2"
+        checked = config_of(strategy, lab=lab, model=model).check()
         one, many = (simulated.iteration_s(checked, checked.rows[0], cores=c) for c in (1, 16))
         assert one > 1.05 * many, strategy
 
