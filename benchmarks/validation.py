@@ -109,7 +109,7 @@ STRATEGIES = {
     "allreduce, low rank": "allreduce:compression=lowrank@1:auto_disable=false",
     "omgs": "omgs:merge=exact,steps=3,compression=topk@0.01:auto_disable=false",
     "geryon": "geryon",
-    "canary": "canary:s=2,p=none,compression=fp32",
+    "canary": "canary:s=2,p=none,colayers=8,compression=fp32",
     "ripples": "ripples",
     "adpsgd": "adpsgd",
     "local steps": "localsgd:every=4",

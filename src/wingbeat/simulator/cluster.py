@@ -121,6 +121,8 @@ class Work:
             (`wingbeat.simulator.codecs`).
         sketch: factor, besides, of the seconds to encode a sketch, which depend on the values.
         codecs_idle: share of these in which the processor is idle, where codecs are slowed.
+        inside_s: training thread, for each gather or sum of a layer inside a replica.
+        inside_s_per_byte: the same, for each of its bytes.
         step_s: training thread, for each step of the optimizer, on all buckets or on one.
         update_s: the same, for each parameter updated.
         update_s_per_byte: the same, for each of its bytes.
@@ -142,6 +144,8 @@ class Work:
     codecs: float = 1.0
     sketch: float = 1.0
     codecs_idle: float = 0.0
+    inside_s: float = 0.0
+    inside_s_per_byte: float = 0.0
     step_s: float = 0.0
     update_s: float = 0.0
     update_s_per_byte: float = 0.4e-9

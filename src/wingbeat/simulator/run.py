@@ -60,7 +60,7 @@ class Worker:
 
     ``slow`` is a factor of the layers' times, which need no processor of ``cores``. ``shards``:
     each worker updates one of so many parts of a bucket; 0: all of it. ``inside`` exchanges the
-    layers, by number, with the other processes of a replica.
+    layers, by number, with the other processes of a replica; they have so many elements, ``sizes``.
     """
 
     def __init__(
@@ -78,12 +78,13 @@ class Worker:
         sleeps: Sleeps = lambda _rank, _iteration: 0.0,
         shards: int = 0,
         inside: Exchange | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         self._rank, self._model, self._buckets = rank, model, buckets
         self._schedule, self._exchange = schedule, exchange
         self._work, self._agenda, self._record = work, agenda, record
         self._cores, self._slow, self._sleeps, self._shards = cores, slow, sleeps, shards
-        self._inside = inside
+        self._inside, self._sizes = inside, sizes
         # The device's time, and when the training thread last returned to the model.
         self._due = self._left = 0.0
         self._announced: tuple[Intent, frozenset[int], Sequence[Waitable]] | None = None
@@ -156,7 +157,7 @@ class Worker:
             if layer.tensors:
                 needed = dict.fromkeys(self._buckets.of[t] for t in layer.tensors)
                 yield from self._notify(ParametersNeeded(tuple(needed)))
-                yield from self._gather_inside(number)
+                yield from self._exchange_inside(Operation.ALL_GATHER, number)
             yield from self._compute(layer.forward_s * self._slow, self._work.launch_s)
 
     def _backward(self) -> Iterator[Pause]:
@@ -168,12 +169,11 @@ class Worker:
             seconds = layer.backward_s * self._slow
             if not sizes or self._inside is not None:
                 if sizes:
-                    yield from self._gather_inside(number)
+                    yield from self._exchange_inside(Operation.ALL_GATHER, number)
                 yield from self._compute(seconds, 0.0)
                 seconds = 0.0
-            if sizes and self._inside is not None:
-                self._inside.start(Operation.REDUCE_SCATTER, number, chained=False)
-                yield from self._inside.under_way(number)
+            if sizes:
+                yield from self._exchange_inside(Operation.REDUCE_SCATTER, number)
             for tensor, numel in sizes.items():
                 share = seconds * numel / sum(sizes.values())
                 yield from self._compute(share, self._work.launch_s)
@@ -195,10 +195,12 @@ class Worker:
             yield from self._notify(BucketReady(self._ready))
             self._ready += 1
 
-    def _gather_inside(self, layer: int) -> Iterator[Pause]:
-        """Gather the parameters of a layer from the other processes of the replica."""
+    def _exchange_inside(self, operation: Operation, layer: int) -> Iterator[Pause]:
+        """Gather or sum a layer with the other processes of the replica."""
         if self._inside is not None:
-            self._inside.start(Operation.ALL_GATHER, layer, chained=False)
+            work, numel = self._work, self._sizes[layer]
+            yield Busy(work.inside_s + numel * ITEMSIZE * work.inside_s_per_byte)
+            self._inside.start(operation, layer, chained=False)
             yield from self._inside.under_way(layer)
 
     def _notify(self, event: Event) -> Iterator[Pause]:
@@ -530,13 +532,13 @@ class _Job:
         update = self.strategy.update_part
         machine = update.machine(self.strategy.schedule.machine)
         make = self.schedule or schedules.BY_NAME[machine]
-        inside = None
+        inside, layers = None, layers_of(self.model)
         if self.inside > 1:
             members = range(number * self.inside, (number + 1) * self.inside)
             inside = Collectives(
                 column,
                 self.inside,
-                layers_of(self.model),
+                layers,
                 Ring(),
                 replace(self.links, count=1),
                 self.work,
@@ -557,4 +559,5 @@ class _Job:
             sleeps=self.sleeps or (lambda _rank, _iteration: 0.0),
             shards=self.layout.workers if update.shards else 0,
             inside=inside,
+            sizes=layers.numel,
         )

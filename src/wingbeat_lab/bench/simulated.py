@@ -55,6 +55,25 @@ All elements of a paced model's gradient are equal. Encoding 0.35 to 6 million s
 0.60 to 0.79 times as long as of random ones with a sketch, and as long with top-k.
 """
 
+
+def work_inside(processes: int) -> simulator.Work:
+    """Return the processor time of a replica of so many processes under FSDP2 over gloo, and AdamW.
+
+    CPU time of a process of one replica alone with the feed-forward blocks of
+    ``benchmarks/hsdp.py``, the least of nine iterations (2026-11-27, load 9): forward and backward,
+    12 gathers and sums, take 13 ms with two processes and 26 ms with four for 0.5 MB of parameters,
+    and 98 and 122 ms for 34 MB, computation included. AdamW: 4 ms for 16 parameters, and 15 ms for
+    17 MB or 9 ms for 8 MB of them.
+    """
+    return replace(
+        LAB_WORK,
+        launch_s=0.0,
+        inside_s=0.5e-3 * processes,
+        inside_s_per_byte=0.85e-9,
+        update_s_per_byte=0.6e-9,
+    )
+
+
 ROUNDING = 1e-6
 
 AFTER = 3
