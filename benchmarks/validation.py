@@ -249,7 +249,9 @@ def benches(args: argparse.Namespace, model: str, setting: str) -> Iterator[Benc
                 strategies=tuple(STRATEGIES[each] for each in names),
                 per_host=lab.per_host,
                 measure=False,
-                **counts,
+                iterations=counts["iterations"],
+                rounds=counts["rounds"],
+                warmup=counts["warmup"],
             )
 
 
