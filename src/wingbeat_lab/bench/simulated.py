@@ -217,12 +217,18 @@ def _averaged_s(
     assert isinstance(groups, PartnersPart), "it was asked for"
     if isinstance(strategy.update_part, Outer) or strategy.update_part.in_parts:
         raise UsageError(f"{strategy}: an outer optimizer is not simulated; simulate Ripples()")
-    options = {"iterations": checked.config.iterations, "seed": groups.seed}
+    iterations = checked.config.iterations
     if isinstance(groups, Pairs):
         if not local.delay:
             raise UsageError(f"{strategy}: averages of pairs are simulated with overlap only")
         return simulator.simulate_pairs(
-            model, layout, links, work=work, encrypted=groups.encrypted, **options
+            model,
+            layout,
+            links,
+            work=work,
+            iterations=iterations,
+            seed=groups.seed,
+            encrypted=groups.encrypted,
         ).iteration_s
     assert isinstance(groups, Groups), "there are no other partners"
     rules = None
@@ -237,5 +243,6 @@ def _averaged_s(
         overlap=local.delay > 0,
         every=local.every,
         compression=strategy.compression,
-        **options,
+        iterations=iterations,
+        seed=groups.seed,
     ).iteration_s
