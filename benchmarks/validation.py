@@ -273,6 +273,7 @@ def measured(model: str, setting: str, configs: Sequence[BenchConfig]) -> Cell:
                     "lab_s": run["typical_s"],
                     "lab_spread_s": run["iteration_s"],
                     "cpu_s": cpu_s,
+                    "prices": run["codec_prices"],
                 }
             )
     cores = simulated.machine_cores()
@@ -290,7 +291,9 @@ def again(cell: Cell) -> Cell:
     for row in cell["rows"]:
         lists = {key: tuple(v) for key, v in row["config"].items() if isinstance(v, list)}
         checked = BenchConfig(**{**row["config"], **lists}).check()
-        simulated_s = simulated.iteration_s(checked, checked.rows[0], cores=cell["cores"])
+        simulated_s = simulated.iteration_s(
+            checked, checked.rows[0], cores=cell["cores"], prices=row["prices"]
+        )
         rows.append({**row, "simulated_s": simulated_s, "off": simulated_s / row["lab_s"] - 1})
     return {**cell, "rows": rows}
 

@@ -1,8 +1,10 @@
 #include "net.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <condition_variable>
@@ -11,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "ending.h"
@@ -246,13 +249,18 @@ void bind_packings(nb::module_& module) {
   module.def("codec_work", [] {
     const auto of = [](CodecWork work) {
       const CodecClock::Total total = codec_clock().total(work);
-      return std::pair(total.calls, total.ns);
+      return std::tuple(total.calls, total.elements, total.ns);
     };
     return std::pair(of(CodecWork::pack), of(CodecWork::unpack));
   });
-  module.def("pace_codecs", [](double stretch, double scale, double pack_s, double unpack_s) {
-    codec_clock().set_pace({stretch, scale, {1e9 * pack_s, 1e9 * unpack_s}});
-  });
+  using Seconds = std::optional<std::pair<double, double>>;
+  module.def("pace_codecs", [](double factor, const Seconds& pack, const Seconds& unpack) {
+    const auto price = [](const Seconds& own) -> std::optional<CodecClock::Price> {
+      if (!own) return std::nullopt;
+      return CodecClock::Price{1e9 * own->first, 1e9 * own->second};
+    };
+    codec_clock().set_pace({factor, {price(pack), price(unpack)}});
+  }, nb::arg(), nb::arg().none(), nb::arg().none());
 }
 
 void bind_lane(nb::module_& module) {

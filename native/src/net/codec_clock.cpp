@@ -2,7 +2,6 @@
 
 #include <time.h>
 
-#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -23,15 +22,18 @@ std::uint64_t thread_cpu_ns() {
          static_cast<std::uint64_t>(now.tv_nsec);
 }
 
-void CodecClock::add(CodecWork work, std::uint64_t ns) {
+void CodecClock::add(CodecWork work, std::size_t elements, std::uint64_t ns) {
   const auto index = static_cast<std::size_t>(work);
-  const auto spent = static_cast<double>(ns);
   ++calls_[index];
+  elements_[index] += elements;
   ns_[index] += ns;
   {
     const std::lock_guard lock(mutex_);
-    const double fixed = std::min(spent, pace_.fixed_ns[index]);
-    owed_ns += pace_.stretch * (fixed + (spent - fixed) / pace_.scale) - spent;
+    const auto spent = static_cast<double>(ns);
+    const auto& price = pace_.prices[index];
+    const double whole = price ? price->call_ns + price->element_ns * static_cast<double>(elements)
+                               : pace_.factor * spent;
+    owed_ns += whole - spent;
   }
   if (owed_ns < shortest_sleep_ns) return;
   using Clock = std::chrono::steady_clock;
@@ -42,7 +44,7 @@ void CodecClock::add(CodecWork work, std::uint64_t ns) {
 
 CodecClock::Total CodecClock::total(CodecWork work) const {
   const auto index = static_cast<std::size_t>(work);
-  return {calls_[index], ns_[index]};
+  return {calls_[index], elements_[index], ns_[index]};
 }
 
 void CodecClock::set_pace(const Pace& pace) {

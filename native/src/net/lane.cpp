@@ -305,7 +305,7 @@ const char* Lane::apply(Task& task, const Transfer& transfer, Operation& operati
                               transfer.reduce);
     };
     if (task.slow()) {
-      run_unlocked([&] { codec_clock().run(CodecWork::unpack, unpack); }, work);
+      run_unlocked([&] { codec_clock().run(CodecWork::unpack, n, unpack); }, work);
     } else {
       unpack();
     }
@@ -376,7 +376,7 @@ void Lane::pack(Task& task, const Transfer& transfer, Operation& operation, bool
     task.packing->pack(task.memory_, transfer.start, transfer.stop, operation.data, result);
   };
   if (task.slow()) {
-    run_unlocked([&] { codec_clock().run(CodecWork::pack, run); }, work);
+    run_unlocked([&] { codec_clock().run(CodecWork::pack, transfer.size(), run); }, work);
   } else {
     run();
   }

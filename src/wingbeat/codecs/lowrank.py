@@ -310,6 +310,8 @@ class Round:
     and its residual and next Q do not change.
 
     Attributes:
+        factors: the starts, residual and shapes.
+        buffer: what is summed, and gets the sum.
         first: float32: the dense part, then each P, then a checksum of every Q.
         second: float32: each ``M.T P``.
         agreed: after `compute_second`, whether all workers began with the same Q; otherwise results
@@ -320,7 +322,7 @@ class Round:
     def __init__(self, factors: Factors, buffer: Tensor, first: Tensor, second: Tensor) -> None:
         self.first, self.second = first, second
         self.agreed = first.new_zeros((), dtype=torch.bool)
-        self._factors, self._buffer = factors, buffer
+        self.factors, self.buffer = factors, buffer
         exact = buffer.dtype is torch.float32
         # A narrower buffer would lose precision.
         self._whole = buffer if exact else buffer.float()
@@ -340,7 +342,7 @@ class Round:
     @torch.no_grad()
     def compute_second(self) -> None:
         """Orthonormalise each P, and compute the second factors."""
-        factors = self._factors
+        factors = self.factors
         self.agreed = self.first[-1] == factors.workers * self._checksum
         self._bases: list[Tensor] = []
         self._right: list[Tensor] = []
@@ -359,7 +361,7 @@ class Round:
 
         The sum over all workers is the error of the sum, as with PowerSGD's difference to the mean.
         """
-        factors, own = self._factors, self._own
+        factors, own = self.factors, self._own
         if factors.residual is None or own is None:
             return
         each = zip(factors.matrices, self._bases, factors.wide(own), self._right, strict=True)
@@ -376,16 +378,16 @@ class Round:
     @torch.no_grad()
     def write_result(self) -> None:
         """Write the sum into the buffer, and keep the scaled second factors as the next Q."""
-        factors = self._factors
+        factors = self.factors
         offset = 0
         for span in factors.dense:
-            self._buffer[span.start : span.stop] = self.first[offset : offset + len(span)]
+            self.buffer[span.start : span.stop] = self.first[offset : offset + len(span)]
             offset += len(span)
         products = zip(self._bases, factors.wide(self.second), self._right, strict=True)
         starts = zip(factors.matrices, factors.starts, strict=True)
         for (matrix, start), (basis, q, right) in zip(starts, products, strict=True):
             left = torch.where(right, basis, torch.nan)
-            out = matrix.of(self._buffer)
+            out = matrix.of(self.buffer)
             if out.dtype is torch.float32:
                 torch.mm(left, q.T, out=out)
             else:

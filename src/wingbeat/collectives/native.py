@@ -295,7 +295,7 @@ def _native_packing(packing: Packing | None) -> _native.Packing | None:
 
 
 def _codec_ns() -> int:
-    return sum(ns for _, ns in _native.codec_work())
+    return sum(ns for *_, ns in _native.codec_work())
 
 
 meter.codec.sources.append(_codec_ns)

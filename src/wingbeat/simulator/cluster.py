@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from wingbeat.compression import Coded, Sketch, options_of
 from wingbeat.errors import UsageError
 from wingbeat.simulator import codecs
+from wingbeat.simulator.codecs import Prices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,8 @@ class Work:
         codecs: factor of the seconds of codecs in collectives, which are those of one core
             (`wingbeat.simulator.codecs`).
         codecs_idle: share of these in which the processor is idle, where codecs are slowed.
+        prices: seconds of codecs that were measured, instead of those of one core; ``codecs``
+            applies to their bytes. Casts have their usual seconds.
         inside_s: training thread, for each gather or sum of a layer inside a replica.
         inside_s_per_byte: the same, for each of its bytes.
         step_s: training thread, for each step of the optimizer, on all buckets or on one.
@@ -142,6 +145,7 @@ class Work:
     launch_s: float = 0.0
     codecs: float = 1.0
     codecs_idle: float = 0.0
+    prices: Prices | None = None
     inside_s: float = 0.0
     inside_s_per_byte: float = 0.0
     step_s: float = 0.0

@@ -37,6 +37,33 @@ class Seconds(NamedTuple):
     decode: float
 
 
+class Price(NamedTuple):
+    """Seconds of an operation, or of each of its matrices, and for each byte of float32."""
+
+    fixed_s: float = 0.0
+    s_per_byte: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a codec's operations were found to cost, instead of this module's seconds.
+
+    Attributes:
+        pack: a chunk sent in a collective; a result that is packed for all receivers includes its
+            unpacking.
+        unpack: a chunk received.
+        encode: a bucket of which all workers get all payloads.
+        decode: each of these payloads, added.
+        factors: the four steps of low rank, for each matrix and for each byte of the bucket.
+    """
+
+    pack: Price
+    unpack: Price
+    encode: Price
+    decode: Price
+    factors: tuple[Price, Price, Price, Price]
+
+
 CAST = Seconds(0.065e-9, 0.149e-9)
 """A cast to bfloat16, and back with a sum. Scaled float16 is taken to cost the same."""
 
@@ -152,6 +179,11 @@ class FactorsSent:
     end: Slowed
 
 
+def priced(price: Price, numel: int, factor: float, idle: float) -> Slowed:
+    """Return the seconds of an operation on so many elements."""
+    return slowed(price.s_per_byte * numel * ITEMSIZE, factor, idle, price.fixed_s)
+
+
 def packing_of(wire: str | Coded, parameters: Parameters) -> Packing | None:
     """Return how chunks of a bucket are packed; None: they are sent as they are."""
     if isinstance(wire, str):
@@ -169,7 +201,9 @@ _OF_BYTE = (
 """Seconds of the four steps of low rank: for each matrix; for each byte, and times the rank."""
 
 
-def factors_sent(wire: Coded, parameters: Parameters, factor: float, idle: float) -> FactorsSent:
+def factors_sent(
+    wire: Coded, parameters: Parameters, factor: float, idle: float, prices: Prices | None = None
+) -> FactorsSent:
     """Return the factors of a bucket, whose codec is summed.
 
     ``factor`` applies to the seconds that grow with a matrix, not to those of each; the processor
@@ -183,12 +217,16 @@ def factors_sent(wire: Coded, parameters: Parameters, factor: float, idle: float
         numel, rank = math.prod(shape), options.rank
         if not rows:
             beside += numel
-            continue
-        thin, wide, matrices = thin + rank * rows, wide + rank * cols, matrices + 1
+        else:
+            thin, wide, matrices = thin + rank * rows, wide + rank * cols, matrices + 1
         for step, (once, of_rank) in enumerate(_OF_BYTE):
-            grown[step] += numel * ITEMSIZE * (once + of_rank * rank)
+            if prices is not None:
+                grown[step] += numel * ITEMSIZE * prices.factors[step].s_per_byte
+            elif rows:
+                grown[step] += numel * ITEMSIZE * (once + of_rank * rank)
+    fixed = _FIXED_S if prices is None else tuple(each.fixed_s for each in prices.factors)
     steps = (
         slowed(seconds, factor, idle, matrices * fixed_s)
-        for seconds, fixed_s in zip(grown, _FIXED_S, strict=True)
+        for seconds, fixed_s in zip(grown, fixed, strict=True)
     )
     return FactorsSent(beside + thin + 1, wide, *steps)

@@ -32,10 +32,12 @@ from wingbeat.simulator.codecs import (
     ADDED,
     FactorsSent,
     Packing,
+    Price,
     Seconds,
     Slowed,
     factors_sent,
     packing_of,
+    priced,
     slowed,
 )
 from wingbeat.simulator.interfaces import Ports
@@ -161,12 +163,12 @@ class Lane:
                         self._blocked = command
                         return
                     self._code(
-                        self._decode_s(task, transfer),
+                        self._decode(task, transfer),
                         partial(self._wait, self._receive_s(task, transfer)),
                     )
                     return
                 case programs.SendChunk(task, transfer):
-                    self._code(self._encode_s(task, transfer), partial(self._sent, task, transfer))
+                    self._code(self._encode(task, transfer), partial(self._sent, task, transfer))
                     return
                 case programs.Complete(task):
                     self._complete(task)
@@ -177,11 +179,10 @@ class Lane:
     def _wait(self, seconds: float) -> None:
         self._cores.work(seconds, self._go)
 
-    def _code(self, seconds: float, over: Callable[[], None]) -> None:
-        """Encode or decode for so many seconds, if any."""
-        if seconds:
-            work = self._work
-            code(slowed(seconds, work.codecs, work.codecs_idle), self._cores, self._agenda, over)
+    def _code(self, work: Slowed, over: Callable[[], None]) -> None:
+        """Encode or decode, if there is anything to do."""
+        if work.seconds:
+            code(work, self._cores, self._agenda, over)
         else:
             over()
 
@@ -189,21 +190,33 @@ class Lane:
         self._send_chunk(task, transfer)
         self._wait(self._chunk_s(task, transfer))
 
-    def _encode_s(self, task: Collective, transfer: Transfer) -> float:
-        """Return the seconds to pack a chunk: that of a result once for all receivers."""
-        packing, span = self._packing(task, transfer), transfer.span
+    def _encode(self, task: Collective, transfer: Transfer) -> Slowed:
+        """Return the work to pack a chunk: that of a result once for all receivers."""
+        packing, span, prices = self._packing(task, transfer), transfer.span, self._work.prices
         if packing is None or span in task.encoded:
-            return 0.0
+            return Slowed()
+        rounded = packing.coding is not None and task.rounded.overlaps(span)
+        if rounded:
+            task.encoded.add(span)
+        if prices is not None and packing.coding is not None:
+            return self._priced(prices.pack, span)
         seconds = packing.seconds(span)
-        if packing.coding is None or not task.rounded.overlaps(span):
-            return seconds.encode
-        task.encoded.add(span)
-        return sum(seconds)
+        return self._slowed(sum(seconds) if rounded else seconds.encode)
 
-    def _decode_s(self, task: Collective, transfer: Transfer) -> float:
-        """Return the seconds to unpack a chunk, and to add it in the same pass."""
-        packing = self._packing(task, transfer)
-        return 0.0 if packing is None else packing.seconds(transfer.span).decode
+    def _decode(self, task: Collective, transfer: Transfer) -> Slowed:
+        """Return the work to unpack a chunk, and to add it in the same pass."""
+        packing, prices = self._packing(task, transfer), self._work.prices
+        if packing is None:
+            return Slowed()
+        if prices is not None and packing.coding is not None:
+            return self._priced(prices.unpack, transfer.span)
+        return self._slowed(packing.seconds(transfer.span).decode)
+
+    def _slowed(self, seconds: float) -> Slowed:
+        return slowed(seconds, self._work.codecs, self._work.codecs_idle)
+
+    def _priced(self, price: Price, span: Span) -> Slowed:
+        return priced(price, len(span), self._work.codecs, self._work.codecs_idle)
 
     def _receive_s(self, task: Collective, transfer: Transfer) -> float:
         seconds = self._chunk_s(task, transfer)
@@ -339,7 +352,7 @@ class Collectives(Exchange):
         if self._factored:
             return self._factors(bucket).begin
         if self._gathers(operation):
-            return self._slowed(self._whole(bucket).encode)
+            return self._encode(bucket)
         return Slowed()
 
     def after(self, bucket: int) -> Slowed:
@@ -382,10 +395,30 @@ class Collectives(Exchange):
     def _factors(self, bucket: int) -> FactorsSent:
         assert isinstance(self._wire, Coded)
         parameters, work = self._buckets.parameters[bucket], self._work
-        return factors_sent(self._wire, parameters, work.codecs, work.codecs_idle)
+        return factors_sent(self._wire, parameters, work.codecs, work.codecs_idle, work.prices)
+
+    def _encode(self, bucket: int) -> Slowed:
+        """Return the work to encode a whole bucket."""
+        prices = self._work.prices
+        if prices is not None:
+            return self._priced(prices.encode, bucket)
+        return self._slowed(self._whole(bucket).encode)
+
+    def _decode(self, bucket: int) -> Slowed:
+        """Return the work to decode and add the payloads of a whole bucket of all workers."""
+        prices, workers = self._work.prices, self._workers
+        if prices is not None:
+            each = self._priced(prices.decode, bucket)
+            return Slowed(workers * each.busy, workers * each.idle)
+        payloads = 1 + (workers - 1) * ADDED
+        return self._slowed(payloads * self._whole(bucket).decode)
 
     def _slowed(self, seconds: float) -> Slowed:
         return slowed(seconds, self._work.codecs, self._work.codecs_idle)
+
+    def _priced(self, price: Price, bucket: int) -> Slowed:
+        numel = self._buckets.numel[bucket]
+        return priced(price, numel, self._work.codecs, self._work.codecs_idle)
 
     def _whole(self, bucket: int) -> Seconds:
         packing = self._packing(bucket)
@@ -428,19 +461,18 @@ class Collectives(Exchange):
         assert packing is not None
         row = -(-packing.nbytes(Span(0, self._buckets.numel[bucket])) // 8) * 8
         parts = self._start_bytes("all_gather", self._workers * row, self._lanes)
-        payloads = 1 + (self._workers - 1) * ADDED
-        work = self._slowed(payloads * self._whole(bucket).decode)
+        work = self._decode(bucket)
         later = Later(self._agenda)
         self._last[bucket] = [later]
 
         def arrived() -> None:
             self._decoding.append((work, later))
             if len(self._decoding) == 1:
-                self._decode()
+                self._decode_next()
 
         when_all(parts, arrived)
 
-    def _decode(self) -> None:
+    def _decode_next(self) -> None:
         """Decode what has arrived, one bucket after the other."""
         work, later = self._decoding[0]
 
@@ -448,7 +480,7 @@ class Collectives(Exchange):
             self._decoding.popleft()
             later.end()
             if self._decoding:
-                self._decode()
+                self._decode_next()
 
         code(work, self._cores, self._agenda, decoded)
 

@@ -15,6 +15,9 @@ from wingbeat_lab.bench.contenders import Contender
 from wingbeat_lab.bench.measure import Measured, Quantiles
 from wingbeat_lab.bench.traffic import CrossTraffic, Samples, Seen, Traffic
 
+Prices = Mapping[str, Mapping[str, float]]
+"""``fixed_s`` and ``s_per_byte`` of a row's codec work, by function."""
+
 Curve = Sequence[tuple[float, float]]
 """Seconds and loss of each iteration, in order, warm-up included; of one worker."""
 
@@ -239,6 +242,7 @@ class Run:
     fraction_of_s_max: float | None = None
     breakdown: dict[str, Parts] | None = None
     codec: str | None = None
+    codec_prices: Prices | None = None
     merge: dict[str, Any] | None = None
     deciding: Deciding | None = None
     time_to_loss: TimeToLoss | None = None
@@ -280,12 +284,13 @@ def runs(
     *,
     cores: int,
     deciding: Sequence[Deciding | None] = (),
+    prices: Sequence[Prices | None] = (),
     cross: Seen | None = None,
 ) -> list[Run]:
     """Turn the blocks into one run for each row, in the rows' order.
 
     ``measured`` has the times of computation and links alone, ``deciding`` the tuning of each row,
-    ``cross`` the samples of cross-traffic.
+    ``prices`` those of each row's codec, ``cross`` the samples of cross-traffic.
     """
     by_row = [[block for block in blocks if block.row == i] for i in range(len(checked.rows))]
     samples = [[s for block in own for s in block.iterations_s()] for own in by_row]
@@ -307,7 +312,8 @@ def runs(
         cross=cross or {},
     )
     decided = deciding or [None] * len(by_row)
-    rows = zip(checked.rows, by_row, samples, quantiles, typical, decided, strict=True)
+    charged = prices or [None] * len(by_row)
+    rows = zip(checked.rows, by_row, samples, quantiles, typical, decided, charged, strict=True)
     return [_run(frame, *each) for each in rows]
 
 
@@ -332,6 +338,7 @@ def _run(
     times: Quantiles,
     typical: float,
     deciding: Deciding | None,
+    prices: Prices | None,
 ) -> Run:
     checked, measured = frame.checked, frame.measured
     floor, eq6, formula = _bounds(checked, row, reduce_seconds_per_byte(checked.lab))
@@ -358,6 +365,7 @@ def _run(
         bound_measured_s=alone,
         fraction_of_s_max=None if alone is None else alone / typical,
         codec=_codec(own),
+        codec_prices=prices,
         merge=next((b.merge for b in own if b.merge is not None), None),
         deciding=deciding,
         time_to_loss=_time_to_loss(checked, own),

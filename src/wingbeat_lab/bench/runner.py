@@ -175,7 +175,13 @@ def _report(
         model=checked.model.name,
         machine=about,
         runs=results.runs(
-            checked, blocks, alone, cores=about["cores"], deciding=deciding, cross=cross
+            checked,
+            blocks,
+            alone,
+            cores=about["cores"],
+            deciding=deciding,
+            prices=raw["prices"],
+            cross=cross,
         ),
         asked_lab=str(checked.asked),
         workers=checked.workers,

@@ -14,8 +14,10 @@ from wingbeat.methods.model_averaging.options import Groups, Local, Outer, Pairs
 from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.parts import Bounded
 from wingbeat.parts.strategy import Strategy
+from wingbeat.simulator.codecs import Price, Prices
 from wingbeat.types import Layout
 from wingbeat_lab import paced
+from wingbeat_lab.bench import results
 from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender
 from wingbeat_lab.bench.models import BenchModel
@@ -98,14 +100,41 @@ def links_of(lab: LabSpec) -> simulator.Links:
     )
 
 
-def work_of(model: BenchModel) -> simulator.Work:
+LOW_RANK = (
+    "Round.__init__",
+    "Round.compute_second",
+    "Round.keep_residual",
+    "Round.write_result",
+)
+"""The four steps of low rank, in `results.Run.codec_prices`."""
+
+
+def work_of(model: BenchModel, found: results.Prices | None = None) -> simulator.Work:
     """Return the processor time of a lab's workers with a paced model.
 
     As `wingbeat_lab.bench.pace` slows codecs, whose processors are idle for what is added, but for
-    the fixed part of each call.
+    the fixed part of each call. With the prices that a row of the lab has ``found``, codecs have
+    these; else those of the simulator.
     """
     factor = max(1.0, model.codec_factor)
-    return replace(LAB_WORK, codecs=factor, codecs_idle=1 - 1 / factor)
+    work = replace(LAB_WORK, codecs=factor, codecs_idle=1 - 1 / factor)
+    return work if not found else replace(work, prices=_prices(found, model.stretch))
+
+
+def _prices(found: results.Prices, stretch: float) -> Prices:
+    def price(*names: str) -> Price:
+        each = next((found[name] for name in names if name in found), None)
+        return Price() if each is None else Price(stretch * each["fixed_s"], each["s_per_byte"])
+
+    # Chunks of codecs that only Python has are packed as whole buckets are.
+    first, between, keep, end = map(price, LOW_RANK)
+    return Prices(
+        pack=price("pack", "Coding.encode"),
+        unpack=price("unpack", "Coding.decode"),
+        encode=price("Coding.encode"),
+        decode=price("Coding.decode"),
+        factors=(first, between, keep, end),
+    )
 
 
 def machine_cores() -> int:
@@ -113,11 +142,18 @@ def machine_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def iteration_s(checked: Checked, row: Contender, *, cores: int | None = None) -> float:
+def iteration_s(
+    checked: Checked,
+    row: Contender,
+    *,
+    cores: int | None = None,
+    prices: results.Prices | None = None,
+) -> float:
     """Seconds of the row's iteration: the median, or the mean of rows without lockstep.
 
     Plan, schedule and machine are those of the lab, links have the same rate less headers, and
-    all hosts share the processors of this machine, or so many ``cores``.
+    all hosts share the processors of this machine, or so many ``cores``. ``prices`` are those of
+    the row's codec in a bench.
 
     UsageError if the model or the strategy cannot be simulated.
     """
@@ -127,7 +163,7 @@ def iteration_s(checked: Checked, row: Contender, *, cores: int | None = None) -
             "can be simulated"
         )
     model = paced.simulator_model(checked.model.profile, checked.model.stretch)
-    work, cores = work_of(checked.model), cores or machine_cores()
+    work, cores = work_of(checked.model, prices), cores or machine_cores()
     links, strategy = links_of(checked.lab), row.strategy
     layout = Layout.even(checked.lab.hosts, checked.config.per_host)
     if isinstance(strategy.exchange, Bounded):

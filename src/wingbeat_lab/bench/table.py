@@ -15,7 +15,7 @@ from wingbeat_lab.bench import bound, models, results, traffic
 from wingbeat_lab.bench.config import LOSSES
 from wingbeat_lab.bench.machine import disturbed
 from wingbeat_lab.bench.measure import Measured
-from wingbeat_lab.bench.results import CORES_FULL, Report, Run
+from wingbeat_lab.bench.results import CORES_FULL, Prices, Report, Run
 from wingbeat_lab.bench.traffic import WINDOW_S
 from wingbeat_lab.lab.spec import LabSpec
 
@@ -207,6 +207,13 @@ NOTES = {
         "whether gradients went through the row's codec: 'off' where the trial before the timed"
         " iterations found that it is not faster; null without one"
     ),
+    "codec_prices": (
+        "where a paced model's codec work is prolonged: what it was found to cost on one core"
+        " before the row was timed, by function: fixed_s for each call (of low rank: for each"
+        " matrix) and s_per_byte for each byte of float32. A call takes as long as that, with the"
+        " bytes of the whole model, in slow motion as many times; a sleep makes up the difference."
+        " pack and unpack: chunks in the extension; null where nothing is prolonged"
+    ),
     "merge": (
         "the description of the row's plan of merged gradients on rank 0, in the first round that"
         " has one: its kind, the number of buckets and tensors, the predicted seconds of an"
@@ -320,10 +327,13 @@ def _caption(report: Report) -> list[str]:
     factor = models.parse(report.model, stretch=stretch).codec_factor
     if factor > 1 and any(not run.exact for run in report.runs):
         lines.append(
-            f"codecs of workers: what grows with the model takes {factor:g} times as long as "
-            f"measured here, as on the whole model, the rest {stretch:g} times; those of servers "
-            "do not"
+            f"codecs of workers: a byte of float32 takes {factor:g} times as long as measured "
+            f"here, as on the whole model, and the fixed time of a call {stretch:g} times; those "
+            "of servers take their own time"
         )
+        lines += [
+            f"{run.strategy}: {priced(run.codec_prices)}" for run in report.runs if run.codec_prices
+        ]
     if factor < 1:
         lines.append("codecs have more than their share: they run at the processor's pace")
     if report.normal_iteration_s is not None:
@@ -383,6 +393,19 @@ def decided(decision: dict[str, Any]) -> str:
     if "thresholds" in decision:
         parts.append(f"thresholds {format_thresholds(tuple(decision['thresholds']))}")
     return ", ".join(parts)
+
+
+def priced(prices: Prices) -> str:
+    """Describe what the codec work of a row was found to cost, before it was timed.
+
+    >>> priced({"pack": {"fixed_s": 38e-6, "s_per_byte": 0.48e-9}})
+    'measured pack 38 us + 0.48 ns/B'
+    """
+    each = (
+        f"{name} {1e6 * price['fixed_s']:.0f} us + {1e9 * price['s_per_byte']:.2g} ns/B"
+        for name, price in prices.items()
+    )
+    return f"measured {', '.join(each)}"
 
 
 def acted(by_rank: Sequence[Mapping[str, int]]) -> str:

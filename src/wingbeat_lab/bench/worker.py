@@ -12,10 +12,9 @@ import json
 import mmap
 import os
 import resource
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from wingbeat.engine.upgrade import engine_of
 from wingbeat.errors import WingbeatError
 from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.planning.control import Decisions
+from wingbeat.simulator.codecs import Price
 from wingbeat.transport.world import World
 from wingbeat_lab.bench import attach, measure, models, protocol, slow, tracing, traffic
 from wingbeat_lab.bench.attach import Attached
@@ -36,7 +36,7 @@ from wingbeat_lab.bench.config import BenchConfig, Checked
 from wingbeat_lab.bench.contenders import Contender
 from wingbeat_lab.bench.measure import Timings
 from wingbeat_lab.bench.models import Built
-from wingbeat_lab.bench.pace import Pace
+from wingbeat_lab.bench.pace import Calls, Pace, prices, typical
 from wingbeat_lab.bench.protocol import ONLY, send_message
 from wingbeat_lab.bench.results import SERVER, WORKER, Block, Deciding
 from wingbeat_lab.bench.traffic import Sampler, Sent
@@ -323,7 +323,7 @@ class Worker:
         reported: time of the last progress message, by the monotonic clock.
         decisions: of each row about its training, by row.
         pace: how codec work is slowed.
-        fixed: by row, `pace.fixed_costs` of its codec.
+        prices: by row, those of its codec.
     """
 
     checked: Checked
@@ -334,7 +334,7 @@ class Worker:
     reported: float = 0.0
     decisions: dict[int, Decisions] = field(default_factory=dict)
     pace: Pace = field(default_factory=Pace)
-    fixed: dict[int, dict[str, float]] = field(default_factory=dict)
+    prices: dict[int, dict[str, Price]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -353,7 +353,7 @@ class Worker:
         self, row: int, *, recorded: bool = False, round_: int | None = None
     ) -> contextlib.AbstractContextManager[Training]:
         """A row's new model, with the row's decisions, inside a round or not."""
-        self.pace.use(self.fixed.get(row, {}))
+        self.pace.use(self.prices.get(row, {}))
         return training(
             self.checked,
             row,
@@ -454,8 +454,12 @@ def _watched(worker: Worker) -> contextlib.AbstractContextManager[Sampler | None
     return Sampler(worker.checked.lab, traffic.WINDOW_S * config.stretch / traffic.LOOKS)
 
 
+QUICK = 0.1
+"""Factor on the computation of iterations in which the calls of codecs are counted."""
+
+
 def price_codec(worker: Worker, row: int) -> None:
-    """Measure the part of a row's codec work that is independent of the model's size."""
+    """Find the prices of a row's codec work; all workers have the same."""
     contender, profile = worker.checked.rows[row], worker.checked.model.profile
     if profile is None or not (contender.wire or contender.name.startswith("ddp+")):
         return
@@ -464,25 +468,21 @@ def price_codec(worker: Worker, row: int) -> None:
 
     @contextlib.contextmanager
     def opened(share: float) -> Iterator[Callable[[int], None]]:
-        checked = replace(config, model=f"{base}@{share * scale!r}").check()
+        checked = replace(config, model=f"{base}@{share * scale!r}", stretch=QUICK).check()
         with training(checked, row, worker.rank, worker.normal_s, None) as own:
             yield own.iterate
         gc.collect()
 
-    found = worker.world.exchange("fixed costs of codecs", worker.pace.price(opened))
-    worker.fixed[row] = medians(found)
+    found = worker.world.exchange("calls of codecs", worker.pace.measure(opened))
+    shares = (
+        typical([{name: Calls(*each) for name, each in own.items()} for own in of_share])
+        for of_share in zip(*found, strict=True)
+    )
+    worker.prices[row] = prices(*shares)
 
 
-def medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the median over all workers of what each of them has found, by name.
-
-    The scale multiplies the error of a worker's few calls, and the slowest worker counts.
-
-    >>> medians([{"pack": 1.0, "unpack": 2.0}, {"pack": 3.0}, {"pack": 9.0}])
-    {'pack': 3.0}
-    """
-    common = [name for name in found[0] if all(name in each for each in found)]
-    return {name: statistics.median(each[name] for each in found) for name in common}
+def _plain(found: dict[str, Price] | None) -> dict[str, dict[str, float]] | None:
+    return None if found is None else {name: price._asdict() for name, price in found.items()}
 
 
 def decide(worker: Worker, row: int) -> Deciding | None:
@@ -624,6 +624,7 @@ def _bench(worker: Worker) -> dict[str, Any]:
         "blocks": [asdict(block) for block in blocks if block is not None],
         "timings": timings,
         "deciding": deciding,
+        "prices": [_plain(worker.prices.get(row)) for row in range(len(checked.rows))],
         "normal_s": worker.normal_s,
     }
 
