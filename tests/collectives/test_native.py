@@ -270,7 +270,7 @@ def test_encoded_sums_are_counted_as_work_of_codecs(pair: list[World]) -> None:
     assert packed >= 4  # of each rank its contribution to the other, and its result
     assert unpacked >= 4
     assert meter.codec.total - before >= sum(
-        new[1] - old[1] for old, new in zip(work, after, strict=True)
+        new[2] - old[2] for old, new in zip(work, after, strict=True)
     )
 
 

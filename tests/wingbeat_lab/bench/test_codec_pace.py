@@ -16,12 +16,14 @@ from helpers import tcp
 from wingbeat import _native
 from wingbeat.codecs.codec import SketchCodec
 from wingbeat.codecs.coding import Coding, Region
+from wingbeat.codecs.lowrank import Factors, Matrix
 from wingbeat.collectives import Collectives, Encoded
+from wingbeat.simulator.codecs import Price
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Span
 from wingbeat_lab.bench import models, pace
-from wingbeat_lab.bench.pace import Calls, Pace, fixed_costs
+from wingbeat_lab.bench.pace import Calls, Pace, Size, prices, typical
 
 
 class Time:
@@ -43,6 +45,11 @@ class Time:
         self.cpu += seconds
 
 
+def one(*_: Any) -> Size:
+    """Size of a call: one unit of 100 bytes."""
+    return Size(1, 100)
+
+
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
     made = Time()
@@ -55,62 +62,96 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
 def test_codec_pace_sleeps_the_rest_of_the_stated_time(
     time: Time, factor: float, slept: float
 ) -> None:
-    Pace(factor).slowed(time.work, "work")(1.0)
+    Pace(factor).slowed(time.work, "work", one)(1.0)
     assert time.slept == pytest.approx([slept])
 
 
 @pytest.mark.parametrize(
-    ("stretch", "scale", "fixed", "whole"),
+    ("stretch", "scale", "price", "whole"),
     [
-        (1.0, 0.05, 0.0, 20.0),
-        (1.0, 0.05, 0.5, 10.5),
-        (8.0, 0.05, 0.5, 84.0),
-        (2.0, 0.05, 1.0, 2.0),
-        (2.0, 0.05, 3.0, 2.0),  # a call that was shorter than the fixed part
+        (1.0, 0.05, Price(3.0, 0.0), 3.0),
+        (1.0, 0.05, Price(0.0, 0.01), 20.0),
+        (1.0, 0.05, Price(3.0, 0.01), 23.0),
+        (8.0, 0.05, Price(3.0, 0.01), 184.0),
     ],
 )
-def test_what_does_not_grow_with_the_model_is_only_stretched(
-    time: Time, stretch: float, scale: float, fixed: float, whole: float
+def test_a_call_lasts_as_long_as_its_price_whatever_it_took(
+    time: Time, stretch: float, scale: float, price: Price, whole: float
 ) -> None:
-    own = Pace(stretch, scale, {"work": fixed})
-    own.slowed(time.work, "work")(1.0)
-    assert sum(time.slept) == pytest.approx(whole - 1.0)
+    work = Pace(stretch, scale, {"work": price}).slowed(time.work, "work", one)
+    for spent in (1.0, 2.0, 0.1):
+        time.slept.clear()
+        work(spent)
+        assert sum(time.slept) == pytest.approx(whole - spent)
 
 
-def test_other_functions_have_their_own_fixed_costs(time: Time) -> None:
-    Pace(1.0, 0.5, {"other": 1.0}).slowed(time.work, "work")(1.0)
+def test_a_fixed_time_is_of_each_unit(time: Time) -> None:
+    own = Pace(1.0, 0.5, {"work": Price(2.0, 0.0)})
+    own.slowed(time.work, "work", lambda _: Size(5, 100))(1.0)
+    assert time.slept == pytest.approx([9.0])
+
+
+def test_a_call_that_took_longer_than_its_price_shortens_the_next(time: Time) -> None:
+    work = Pace(1.0, 0.5, {"work": Price(2.0, 0.0)}).slowed(time.work, "work", one)
+    work(2.5)
+    assert time.slept == []
+    work(1.0)
+    assert time.slept == pytest.approx([0.5])
+
+
+def test_a_function_without_a_price_is_scaled_whole(time: Time) -> None:
+    Pace(1.0, 0.5, {"other": Price(9.0, 0.0)}).slowed(time.work, "work", one)(1.0)
     assert time.slept == pytest.approx([1.0])
 
 
 def test_work_that_is_measured_is_not_slowed(time: Time) -> None:
     own = Pace(1.0, 0.05)
-    work = own.slowed(time.work, "work")
+    work = own.slowed(time.work, "work", one)
     with own.measured() as calls:
         work(1.0)
         work(3.0)
     assert time.slept == []
-    assert calls == {"work": Calls(4.0, 2)}
+    assert calls == {"work": Calls(4.0, 2, 200)}
     work(1.0)
     assert time.slept == pytest.approx([19.0])
 
 
 @pytest.mark.parametrize(
-    ("large", "small", "fixed"),
-    [(1.0, 0.25, 0.0), (1.0, 1.0, 1.0), (1.0, 0.4, 0.2), (1.0, 0.1, 0.0), (1.0, 2.0, 1.0)],
+    ("large", "small", "price"),
+    [
+        # 10 calls of 100 bytes in all, and as many of 25, or half as many.
+        (Calls(20.0, 10, 100), Calls(5.0, 10, 25), Price(0.0, 0.2)),
+        (Calls(20.0, 10, 100), Calls(20.0, 10, 25), Price(2.0, 0.0)),
+        (Calls(20.0, 10, 100), Calls(12.5, 10, 25), Price(1.0, 0.1)),
+        (Calls(20.0, 10, 100), Calls(7.5, 5, 25), Price(1.0, 0.1)),
+        (Calls(20.0, 10, 100), Calls(1.0, 10, 25), Price(0.0, 0.2)),
+        (Calls(20.0, 10, 100), Calls(40.0, 10, 25), Price(2.0, 0.0)),
+        (Calls(20.0, 10, 100), Calls(9.0, 10, 100), Price(0.0, 0.2)),  # as large
+    ],
 )
-def test_fixed_costs_are_what_a_smaller_model_takes_too(
-    large: float, small: float, fixed: float
+def test_prices_are_a_line_through_a_model_and_a_smaller_one(
+    large: Calls, small: Calls, price: Price
 ) -> None:
-    here, smaller = {"work": Calls(2 * large, 2)}, {"work": Calls(small, 1)}
-    assert fixed_costs(here, smaller, 0.25) == pytest.approx({"work": fixed})
+    (found,) = prices({"work": large}, {"work": small}).values()
+    assert found == pytest.approx(price)
+    assert large.units * found.fixed_s + large.nbytes * found.s_per_byte == pytest.approx(20.0)
 
 
-def test_a_function_that_was_not_called_has_no_fixed_costs() -> None:
-    assert fixed_costs({"a": Calls(1.0, 1)}, {"b": Calls(1.0, 1)}, 0.25) == {}
+def test_a_function_that_the_smaller_model_did_not_call_has_no_fixed_time() -> None:
+    found = prices({"a": Calls(1.0, 2, 4)}, {"b": Calls(1.0, 1, 1)})
+    assert found == {"a": Price(0.0, 0.25)}
+
+
+def test_typical_calls_are_the_median_for_each_byte() -> None:
+    found = [{"a": Calls(seconds, 1, nbytes)} for seconds, nbytes in ((8.0, 8), (3.0, 1), (2.0, 1))]
+    assert typical([*found, {"b": Calls(1.0, 1, 1)}]) == {
+        "a": Calls(2.0, 1, 1),
+        "b": Calls(1.0, 1, 1),
+    }
 
 
 def test_codec_pace_combines_short_sleeps(time: Time) -> None:
-    work = Pace(2.0).slowed(time.work, "work")
+    work = Pace(2.0).slowed(time.work, "work", one)
     for _ in range(3):
         work(0.09e-3)
     assert time.slept == pytest.approx([0.27e-3])
@@ -122,7 +163,7 @@ def test_a_sleep_that_is_too_long_shortens_the_next(
     time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: time.slept.append(seconds + 0.5))
-    work = Pace(2.0).slowed(time.work, "work")
+    work = Pace(2.0).slowed(time.work, "work", one)
     work(1.0)
     work(1.0)
     assert time.slept == pytest.approx([1.5, 1.0])
@@ -130,8 +171,8 @@ def test_a_sleep_that_is_too_long_shortens_the_next(
 
 def test_a_codec_inside_of_another_is_slowed_once(time: Time) -> None:
     own = Pace(3.0)
-    inner = own.slowed(time.work, "inner")
-    own.slowed(inner, "outer")(1.0)
+    inner = own.slowed(time.work, "inner", one)
+    own.slowed(inner, "outer", one)(1.0)
     assert time.slept == pytest.approx([2.0])
 
 
@@ -140,7 +181,7 @@ def test_work_that_fails_takes_its_time_and_raises(time: Time) -> None:
         time.work(1.0)
         raise ValueError("payload")
 
-    work = Pace(2.0).slowed(fail, "fail")
+    work = Pace(2.0).slowed(fail, "fail", lambda: one())
     for count in (1, 2):
         with pytest.raises(ValueError, match="payload"):
             work()
@@ -207,23 +248,30 @@ def test_work_of_lanes_takes_its_share_on_the_whole_model(members: list[World]) 
         seconds = clock.perf_counter() - begin
     finally:
         undo()
-    ns = sum(new[1] - old[1] for old, new in zip(spent, _native.codec_work(), strict=True))
+    ns = sum(new[2] - old[2] for old, new in zip(spent, _native.codec_work(), strict=True))
     assert seconds > 0.9 * 100.0 * ns / 1e9 / 2  # the two ranks sleep at the same time
     assert lane_seconds(members) < seconds
 
 
-def test_fixed_costs_of_lanes_are_only_stretched(members: list[World]) -> None:
+def test_lanes_take_the_price_of_their_calls_and_bytes(members: list[World]) -> None:
+    """Each rank packs and unpacks half a buffer twice: 4 MB, in any number of chunks."""
     sum_in_lanes(members)
-    own = Pace(2.0, 0.001)
+    for price, wanted in ((Price(0.0, 100e-9), 4 * 0.2), (Price(0.05, 0.0), 4 * 0.05)):
+        own = Pace(1.0, 0.999)
+        undo = own.install()
+        try:
+            own.use({"pack": price, "unpack": price})
+            seconds = lane_seconds(members)
+        finally:
+            undo()
+        assert seconds > 0.95 * wanted
+    # Without a price the same work takes no longer than its own time.
+    own = Pace(1.0, 0.999)
     undo = own.install()
     try:
-        own.use({"pack": 1e3, "unpack": 1e3})
-        spent = _native.codec_work()
-        seconds = lane_seconds(members)
-        ns = sum(new[1] - old[1] for old, new in zip(spent, _native.codec_work(), strict=True))
+        assert lane_seconds(members) < seconds
     finally:
         undo()
-    assert seconds < 500.0 * ns / 1e9  # without fixed costs each rank would take 1000 times
 
 
 def test_work_of_lanes_that_is_measured_is_not_slowed(members: list[World]) -> None:
@@ -236,7 +284,8 @@ def test_work_of_lanes_that_is_measured_is_not_slowed(members: list[World]) -> N
     finally:
         undo()
     assert set(calls) == {"pack", "unpack"}
-    assert all(each.count >= 2 and each.seconds > 0.0 for each in calls.values())
+    assert all(each.units >= 2 and each.seconds > 0.0 for each in calls.values())
+    assert calls["pack"].nbytes == 2 * (4 << 20)  # a contribution and a result of each rank
     assert seconds < 100.0 * sum(each.seconds for each in calls.values())
 
 
@@ -297,18 +346,40 @@ def test_work_is_slowed_again_after_measuring_has_failed(time: Time) -> None:
     own = Pace(1.0, 0.5)
     with pytest.raises(ValueError, match="a row"), own.measured():
         raise ValueError("a row")
-    own.slowed(time.work, "work")(1.0)
+    own.slowed(time.work, "work", one)(1.0)
     assert time.slept == pytest.approx([1.0])
 
 
-def test_a_models_fixed_costs_are_of_it_and_of_a_quarter_of_it(time: Time) -> None:
+def test_a_models_calls_are_those_of_it_and_of_a_quarter_of_it(time: Time) -> None:
     own, shares = Pace(1.0, 0.5), []
-    work = own.slowed(time.work, "work")
 
     @contextlib.contextmanager
     def opened(share: float) -> Iterator[Callable[[int], None]]:
         shares.append(share)
+        nbytes = round(100 * share)
+        work = own.slowed(time.work, "work", lambda _: Size(1, nbytes))
         yield lambda _: work(0.25 + share)
 
-    assert own.price(opened) == pytest.approx({"work": 0.25})
+    found = own.measure(opened)
+    assert found == [{"work": Calls(1.25, 1, 100)}, {"work": Calls(0.5, 1, 25)}]
+    assert prices(*found)["work"] == pytest.approx(Price(0.25, 0.01))
     assert shares == [1.0, 0.25]
+    assert time.slept == []
+
+
+def test_low_rank_is_counted_by_matrices(time: Time) -> None:
+    matrices = [Matrix(name, 12 * i, 4, 3, 1) for i, name in enumerate("ab")]
+    own = Pace(1.0, 0.5)
+    undo = own.install()
+    try:
+        with own.measured() as calls:
+            made = Factors(matrices, 24, 1).begin(torch.ones(24))
+            made.compute_second()
+            made.keep_residual()
+            made.write_result()
+    finally:
+        undo()
+    assert {name: (each.units, each.nbytes) for name, each in calls.items()} == {
+        f"Round.{step}": (2, 96)
+        for step in ("__init__", "compute_second", "keep_residual", "write_result")
+    }
