@@ -129,12 +129,12 @@ def test_meetings_of_the_same_members_do_not_mix() -> None:
     agenda = Agenda()
     network = Network(agenda, Wires(Layout.even(3, 1), LINKS, NEAR))
     first, second = (GroupNetwork(network, meeting, (2, 1)) for meeting in (1, 2))
-    key = (0, 1, 0, 0, 0, 7)
-    first.announce(key)
-    first.send(key, (0, 0), (1, 0), 1000)
+    ours, others = (each.channel((0, 1, 0, 0), (0, 0), (1, 0)) for each in (first, second))
+    ours.announce(7)
+    ours.send(7, 1000)
     agenda.run()
-    assert not second.receive(key, lambda: None)
-    assert first.receive(key, lambda: None)
+    assert others.receive(7, lambda _when: None) is None
+    assert ours.receive(7, lambda _when: None) is not None
 
 
 def test_smart_groups_keep_their_speed_beside_a_slow_worker_and_static_ones_do_not() -> None:
