@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 _YOUNG = 50_000
-"""New objects after which garbage is looked for: most of a run's are in the agenda, and survive."""
+"""New objects between searches for garbage: most of a run's are in the agenda, and survive."""
 
 
 class Agenda:
