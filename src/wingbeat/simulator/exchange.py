@@ -31,7 +31,7 @@ from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
 from wingbeat.simulator.codecs import FactorsSent, Packing, Seconds, factors_sent, packing_of
 from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
-from wingbeat.simulator.network import Carrier, Key
+from wingbeat.simulator.network import Carrier, Channel
 from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring
 from wingbeat.types import Layout, Span, blocks_of
 
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 NO_BLOCK = Span(0, 0)
 
+_TAG_BITS = 40
+"""Bits of the tags of a collective's chunks."""
+
 _ROW_BYTES = 64
 """Bytes by which a worker announces how it uses its gradients, more or less."""
 
@@ -50,7 +53,8 @@ class Collective(Task):
     """One collective of one worker in one lane; its ``number`` is equal on every worker.
 
     ``packing`` is that of chunks to other hosts. ``rounded`` is the worker's block where it sends
-    the result: encoded once for all receivers, and decoded in place.
+    the result: encoded once for all receivers, and decoded in place. ``costs`` are those of its
+    transfers that are known, by their identity; ``first_chunk`` is added to their tags.
     """
 
     def __init__(
@@ -61,9 +65,11 @@ class Collective(Task):
         after: Collective | None,
         packing: Packing | None,
         rounded: Span,
+        costs: dict[int, _Cost],
     ) -> None:
         super().__init__(program, after)
-        self.number = number
+        self.costs = costs
+        self.first_chunk = number << _TAG_BITS
         self.itemsize = itemsize
         self.packing, self.rounded = packing, rounded
         self.encoded: set[Span] = set()
@@ -89,6 +95,22 @@ class Alike(NamedTuple):
         """Return the sender that represents ``source``, and the receiver of what it sends then."""
         first = source % self.period
         return first, (target - source + first) % self.workers
+
+
+class _Peer(NamedTuple):
+    """Another worker: whether it is on the same host, and the channels from it and to it."""
+
+    near: bool
+    inward: Channel
+    outward: Channel
+
+
+class _Cost(NamedTuple):
+    """What a chunk takes: its channel, its bytes, and seconds of the lane to send or receive it."""
+
+    channel: Channel
+    nbytes: int
+    seconds: float
 
 
 class Lane:
@@ -117,9 +139,13 @@ class Lane:
         self._work = work
         self._machine: Machine[Collective] = Machine()
         self._commands: Iterator[programs.Command[Collective]] = self._machine.commands()
-        self._blocked: programs.AwaitChunk[Collective] | None = None
+        self._peers: dict[tuple[int, int], _Peer] = {}
+        self._costs: dict[tuple[int, float], tuple[Program, dict[int, _Cost]]] = {}
+        self._receive_s = 0.0
         self._resting = True
         self._submitted = 0
+        # Bound once, as they are passed with each chunk.
+        self._resume, self._arriving = self._go, self._await_arrival
 
     def submit(
         self,
@@ -130,45 +156,98 @@ class Lane:
         rounded: Span = NO_BLOCK,
     ) -> Collective:
         """Queue a program."""
-        exchange = Collective(program, self._submitted, itemsize, after, packing, rounded)
+        costs = self._known_costs(program, itemsize) if packing is None else {}
+        exchange = Collective(program, self._submitted, itemsize, after, packing, rounded, costs)
         self._submitted += 1
         self._machine.submit(exchange)
         if self._resting:
             self._resting = False
-            self._agenda.at(self._agenda.now, self._go)
+            self._agenda.at(self._agenda.now, self._resume)
         return exchange
 
     def _go(self) -> None:
-        """Run all commands that take no time, and start one that does."""
-        while True:
-            command = self._blocked or next(self._commands)
-            self._blocked = None
-            match command:
-                case programs.PostReceive(task, transfer):
-                    self._network.announce(self._receive_key(task, transfer))
-                case programs.AwaitChunk(task, transfer):
-                    if not self._network.receive(self._receive_key(task, transfer), self._go):
-                        self._blocked = command
-                        return
-                    self._wait(self._receive_s(task, transfer))
-                    return
-                case programs.SendChunk(task, transfer):
-                    self._cores.work(
-                        self._encode_s(task, transfer), partial(self._sent, task, transfer)
-                    )
-                    return
-                case programs.Complete(task):
-                    self._complete(task)
-                case programs.Idle():
-                    self._resting = True
-                    return
+        """Perform commands, as the last thing that an action does, until one has to wait."""
+        for command in self._commands:
+            kind = type(command)
+            if kind is programs.AwaitChunk:
+                wait = self._await_chunk(command.task, command.transfer)  # type: ignore[union-attr]
+            elif kind is programs.SendChunk:
+                wait = self._encode_chunk(command.task, command.transfer)  # type: ignore[union-attr]
+            elif kind is programs.PostReceive:
+                task, transfer = command.task, command.transfer  # type: ignore[union-attr]
+                peer = self._peers.get((transfer.peer, transfer.link)) or self._peer(transfer)
+                peer.inward.announce(task.first_chunk + transfer.tag)
+                continue
+            elif kind is programs.Complete:
+                self._complete(command.task)  # type: ignore[union-attr]
+                continue
+            elif kind is programs.Idle:
+                self._resting = wait = True
+            else:
+                continue
+            if wait:
+                return
 
-    def _wait(self, seconds: float) -> None:
-        self._cores.work(seconds, self._go)
+    def _await_chunk(self, task: Collective, transfer: Transfer) -> bool:
+        """Receive and apply a chunk; return whether that has to wait."""
+        cost = task.costs.get(id(transfer)) or self._receive_cost(task, transfer)
+        self._receive_s = cost.seconds
+        when = cost.channel.receive(task.first_chunk + transfer.tag, self._arriving)
+        if when is None:
+            return True
+        if when > self._agenda.now:
+            self._await_arrival(when)
+            return True
+        return not self._cores.spend(cost.seconds, self._resume)
 
-    def _sent(self, task: Collective, transfer: Transfer) -> None:
-        self._send_chunk(task, transfer)
-        self._wait(self._chunk_s(task, transfer))
+    def _await_arrival(self, when: float) -> None:
+        """Apply the awaited chunk from its arrival on."""
+        if self._cores.unlimited:
+            self._agenda.at(when + self._receive_s, self._resume)
+        else:
+            self._agenda.at(when, partial(self._cores.work, self._receive_s, self._resume))
+
+    def _encode_chunk(self, task: Collective, transfer: Transfer) -> bool:
+        """Encode and send a chunk; return whether that has to wait."""
+        if task.packing is not None or not self._cores.unlimited:
+            seconds = self._encode_s(task, transfer)
+            if not self._cores.spend(seconds, partial(self._send_encoded, task, transfer)):
+                return True
+        return self._send_chunk(task, transfer)
+
+    def _send_encoded(self, task: Collective, transfer: Transfer) -> None:
+        if not self._send_chunk(task, transfer):
+            self._go()
+
+    def _send_chunk(self, task: Collective, transfer: Transfer) -> bool:
+        """Send a chunk; return whether that has to wait."""
+        cost = task.costs.get(id(transfer)) or self._send_cost(task, transfer)
+        cost.channel.send(task.first_chunk + transfer.tag, cost.nbytes)
+        return not self._cores.spend(cost.seconds, self._resume)
+
+    def _known_costs(self, program: Program, itemsize: float) -> dict[int, _Cost]:
+        """Return the costs of a program's transfers so far, by their identity."""
+        key = id(program), itemsize
+        if key not in self._costs:
+            self._costs[key] = program, {}  # which is kept, as its id is the key
+        return self._costs[key][1]
+
+    def _receive_cost(self, task: Collective, transfer: Transfer) -> _Cost:
+        peer = self._peer(transfer)
+        nbytes, packing = self._nbytes(task, transfer), self._packing(task, transfer)
+        seconds = self._chunk_s(nbytes, peer)
+        if packing is not None:  # decoded and added in one pass
+            seconds += packing.seconds(transfer.span).decode * self._work.codecs
+        elif transfer.reduce and not peer.near:
+            seconds += nbytes * self._work.add_s_per_byte
+        cost = task.costs[id(transfer)] = _Cost(peer.inward, nbytes, seconds)
+        return cost
+
+    def _send_cost(self, task: Collective, transfer: Transfer) -> _Cost:
+        peer, nbytes = self._peer(transfer), self._nbytes(task, transfer)
+        cost = _Cost(peer.outward, nbytes, self._chunk_s(nbytes, peer))
+        task.costs[id(transfer)] = cost
+        return cost
 
     def _encode_s(self, task: Collective, transfer: Transfer) -> float:
         """Return the seconds to pack a chunk: that of a result once for all receivers."""
@@ -181,45 +260,39 @@ class Lane:
         task.encoded.add(span)
         return sum(seconds) * self._work.codecs
 
-    def _receive_s(self, task: Collective, transfer: Transfer) -> float:
-        seconds = self._chunk_s(task, transfer)
-        packing = self._packing(task, transfer)
-        if packing is not None:  # decoded and added in one pass
-            return seconds + packing.seconds(transfer.span).decode * self._work.codecs
-        if transfer.reduce and not self._near(transfer):
-            seconds += self._nbytes(task, transfer) * self._work.add_s_per_byte
-        return seconds
-
-    def _chunk_s(self, task: Collective, transfer: Transfer) -> float:
-        far = 0.0 if self._near(transfer) else self._nbytes(task, transfer)
+    def _chunk_s(self, nbytes: int, peer: _Peer) -> float:
+        far = 0.0 if peer.near else nbytes
         return self._work.chunk_s + far * self._work.wire_s_per_byte
-
-    def _near(self, transfer: Transfer) -> bool:
-        return self._network.near(self._rank, transfer.peer)
 
     def _packing(self, task: Collective, transfer: Transfer) -> Packing | None:
         return None if transfer.near else task.packing
 
     def _nbytes(self, task: Collective, transfer: Transfer) -> int:
-        packing = self._packing(task, transfer)
+        packing, span = self._packing(task, transfer), transfer.span
         if packing is not None:
-            return packing.nbytes(transfer.span)
-        return int(len(transfer.span) * task.itemsize)
+            return packing.nbytes(span)
+        return int((span.stop - span.start) * task.itemsize)
 
-    def _send_chunk(self, task: Collective, transfer: Transfer) -> None:
-        to, link = transfer.peer, transfer.link
-        source = self._rank, link
-        target = (to % self._alike.period if self._alike else to), link
-        key = self._key(self._rank, to, task, transfer)
-        self._network.send(key, source, target, self._nbytes(task, transfer))
+    def _peer(self, transfer: Transfer) -> _Peer:
+        """Return the peer and the channels of a chunk."""
+        known = self._peers.get((transfer.peer, transfer.link))
+        if known is None:
+            rank, peer, link = self._rank, transfer.peer, transfer.link
+            known = self._peers[peer, link] = _Peer(
+                self._network.near(rank, peer),
+                self._channel(peer, rank, link),
+                self._channel(rank, peer, link),
+            )
+        return known
 
-    def _receive_key(self, task: Collective, transfer: Transfer) -> Key:
-        return self._key(transfer.peer, self._rank, task, transfer)
-
-    def _key(self, source: int, target: int, task: Collective, transfer: Transfer) -> Key:
+    def _channel(self, source: int, target: int, link: int) -> Channel:
+        into = target
         if self._alike:
             source, target = self._alike.represented(source, target)
-        return source, target, transfer.link, self._lane, task.number, transfer.tag
+            into = target % self._alike.period
+        return self._network.channel(
+            (source, target, link, self._lane), (source, link), (into, link)
+        )
 
     def _complete(self, task: Collective) -> None:
         task.over = True

@@ -29,6 +29,9 @@ from wingbeat.types import LayerPositions, Layout
 _COPIES = 2
 """Copies of the parameters before and after an average: into the buffer, and by the members."""
 
+_GRAIN_S = 1e-9
+"""Averages of equally many members that begin at the same times, up to this, take equally long."""
+
 Pause = float | Callable[[Callable[[], None]], None]
 """Seconds, or an object that calls back at its end."""
 
@@ -171,7 +174,7 @@ class _Job:
         self.agenda = Agenda()
         self.model, self.rules, self.layout = model, rules, layout
         self.links, self.work, self.seed = links, work, seed
-        self._inside, self._wire = inside, wire
+        self._inside, self._wire, self._local = inside, wire, local
         processes = Layout.even(layout.workers, inside) if inside > 1 else layout
         self.network = Network(self.agenda, Wires(processes, links, local))
         self.inside_s = 0.0 if inside == 1 else _inside_s(model, inside, links, local, work)
@@ -193,6 +196,12 @@ class _Job:
         self._generator = Generator(layout, rules, seed) if rules else None
         self._connections = ConnectionCache(layout.workers)
         self._free = 0.0
+        # A worker takes part in one average at a time: those of different hosts share no port.
+        # Random groups may follow each other so closely that they do.
+        divided = rules is None or rules.division
+        self._apart = divided and len(layout.hosts) == layout.workers and links.alike
+        self._begun: dict[object, dict[int, tuple[float, Callable[[], None]]]] = {}
+        self._known: dict[tuple[int, ...], list[float]] = {}
 
     def send(self, request: Callable[[Generator], list[Run]]) -> None:
         """Send a message to the generator, which answers messages in order.
@@ -238,13 +247,60 @@ class _Job:
         def made() -> None:
             self.agenda.at(self.agenda.now + copies_s, over)
 
-        self.agenda.at(begins, partial(self._exchange, rank, average, members, made))
+        begin = self._begin_apart if self._apart else self._begin
+        self.agenda.at(begins, partial(begin, rank, average, members, made))
 
-    def _exchange(
+    def _begin(
         self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
-        place = members.index(rank)
         layout = Layout.by_name(self.layout.host_of[member] for member in members)
+        self._exchange(members.index(rank), average, members, layout, self.network, over)
+
+    def _begin_apart(
+        self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
+    ) -> None:
+        """Begin an average that shares no port with others, whose duration may be known."""
+        begun = self._begun.setdefault((average, members), {})
+        begun[members.index(rank)] = self.agenda.now, over
+        if len(begun) < len(members):
+            return
+        del self._begun[average, members]
+        first = min(when for when, _ in begun.values())
+        later = tuple(round((begun[k][0] - first) / _GRAIN_S) for k in range(len(members)))
+        if later not in self._known:
+            self._known[later] = self._durations([_GRAIN_S * each for each in later])
+        for place, seconds in enumerate(self._known[later]):
+            self.agenda.at(max(self.agenda.now, first + seconds), begun[place][1])
+
+    def _durations(self, later: Sequence[float]) -> list[float]:
+        """Return when each member of an average is done if they begin at these times."""
+        usual, network, members = self.agenda, self.network, tuple(range(len(later)))
+        processes = Layout.even(len(later), self._inside)
+        self.agenda = Agenda()
+        self.network = Network(self.agenda, Wires(processes, self.links, self._local))
+        ended, agenda = [0.0] * len(later), self.agenda
+
+        def end(place: int) -> None:
+            ended[place] = agenda.now
+
+        apart = Layout.even(len(later), 1)
+        for place, when in enumerate(later):
+            over = partial(end, place)
+            begin = partial(self._exchange, place, 0, members, apart, self.network, over)
+            agenda.at(when, begin)
+        agenda.run()
+        self.agenda, self.network = usual, network
+        return ended
+
+    def _exchange(
+        self,
+        place: int,
+        average: object,
+        members: tuple[int, ...],
+        layout: Layout,
+        network: Network,
+        over: Callable[[], None],
+    ) -> None:
         ring, mesh = (
             topologies.fitted(name, layout, self.links.count) for name in ("ring", "mesh")
         )
@@ -257,7 +313,7 @@ class _Job:
                 self.links,
                 self.work,
                 self.agenda,
-                GroupNetwork(self.network, average, [m * self._inside + column for m in members]),
+                GroupNetwork(network, average, [m * self._inside + column for m in members]),
                 wire=self._wire,
                 mesh=mesh,
                 hosts=len(self.layout.hosts),
