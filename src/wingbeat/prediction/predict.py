@@ -1,0 +1,325 @@
+"""Predict an iteration of a strategy on a cluster, and rank strategies by it.
+
+Each method's own simulation is used: the state machines of a run in virtual time. There is no clock
+and no I/O, and equal arguments give equal predictions, so rank 0 may predict during a run and all
+ranks may predict the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from wingbeat.compression import options_of
+from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
+from wingbeat.methods.bounded_staleness.options import Bounded
+from wingbeat.methods.bounded_staleness.simulated import simulate_bounded
+from wingbeat.methods.model_averaging.options import Groups, Local, Outer, Pairs
+from wingbeat.methods.model_averaging.rules import rules_of
+from wingbeat.methods.model_averaging.simulated import simulate_groups
+from wingbeat.methods.model_averaging.simulated_pairs import simulate_pairs
+from wingbeat.parts.strategy import Strategy
+from wingbeat.prediction.cluster import Cluster
+from wingbeat.simulator.cluster import Traffic, Work, coding_of
+from wingbeat.simulator.model import ITEMSIZE, Model
+from wingbeat.simulator.run import simulate
+
+ERROR = 0.10
+"""Relative error of the interval of a prediction."""
+
+EXACT = "exact"
+FEEDBACK = "lossy, with error feedback"
+LOSSY = "lossy"
+LOCAL = "local steps"
+ASYNCHRONOUS = "asynchronous"
+"""What a strategy does to convergence."""
+
+_ITERATIONS = 3
+"""Iterations in lockstep, of which the first is not counted."""
+
+_STEPS = 8
+"""Least number of iterations of workers that are not in lockstep, and of averaged models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What an iteration takes; where workers are not in lockstep, the mean over all of them.
+
+    Attributes:
+        iteration_s: seconds of an iteration, the median.
+        low_s: lower end of its interval, which is the simulator's error (`ERROR`).
+        high_s: upper end of it.
+        exposed_s: seconds of it that are no forward, backward or other time of the profile.
+        bytes_per_host: bytes that the host that sends most sends to others; None: unknown.
+        memory_bytes: bytes of a worker's buffers and residuals, in addition to parameters,
+            gradients and the optimizer's state.
+        convergence: `EXACT`, `FEEDBACK`, `LOSSY`, `LOCAL` or `ASYNCHRONOUS`.
+    """
+
+    iteration_s: float
+    low_s: float
+    high_s: float
+    exposed_s: float
+    bytes_per_host: float | None
+    memory_bytes: int
+    convergence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Predictions by name, the fastest first, and why the others could not be predicted."""
+
+    predictions: Mapping[str, Prediction]
+    refused: Mapping[str, str]
+
+    def fastest(self, *, exact: bool = False) -> str:
+        """Return the name of the fastest candidate, or of the fastest that is exact.
+
+        Raises:
+            UsageError: there is none.
+        """
+        for name, each in self.predictions.items():
+            if not exact or each.convergence == EXACT:
+                return name
+        which = "exact candidate" if exact else "candidate"
+        raise UsageError(f"no {which} can be predicted; rank others, such as AllReduce()")
+
+
+def rank(
+    candidates: Mapping[str, Strategy],
+    model: Model,
+    cluster: Cluster,
+    *,
+    work: Work | None = None,
+    inside: int = 1,
+    progress: Callable[[str], None] | None = None,
+) -> Ranking:
+    """Predict all candidates and sort them by their iteration time; ties keep their order.
+
+    Args:
+        candidates: strategies by name.
+        model: layers and their times.
+        cluster: hosts, workers and links.
+        work: cost of communication in processor time.
+        inside: as in `predict`.
+        progress: called with the name of each candidate before it is predicted.
+    """
+    found: dict[str, Prediction] = {}
+    refused: dict[str, str] = {}
+    for name, strategy in candidates.items():
+        if progress is not None:
+            progress(name)
+        try:
+            found[name] = predict(strategy, model, cluster, work=work, inside=inside)
+        except UsageError as error:
+            refused[name] = str(error)
+    order = sorted(found, key=lambda name: found[name].iteration_s)
+    return Ranking({name: found[name] for name in order}, refused)
+
+
+def predict(
+    strategy: Strategy,
+    model: Model,
+    cluster: Cluster,
+    *,
+    work: Work | None = None,
+    inside: int = 1,
+) -> Prediction:
+    """Predict an iteration of ``strategy``.
+
+    Args:
+        strategy: the strategy. Bucket sizes that are tuned in training are the initial ones.
+        model: layers and their times.
+        cluster: hosts, workers and links.
+        work: cost of communication in processor time.
+        inside: processes of each replica, which FSDP2 divides; 1: each worker has a whole model.
+            A replica has a host, and each host so many workers.
+
+    Raises:
+        UsageError: the strategy cannot be simulated on this cluster.
+    """
+    if inside > 1 and any(len(host) != inside for host in cluster.layout.hosts):
+        raise UsageError(
+            f"predict(inside={inside}): a replica has a host, and hosts have "
+            f"{sorted({len(host) for host in cluster.layout.hosts})} processes; give as many"
+        )
+    job = _Job(strategy, model, cluster, work or Work(), inside)
+    exchange = strategy.exchange
+    if isinstance(exchange, Groups):
+        seconds, exposed_s, sent = job.groups(exchange)
+    elif isinstance(exchange, Pairs):
+        seconds, exposed_s, sent = job.pairs(exchange)
+    elif isinstance(exchange, Bounded):
+        seconds, exposed_s, sent = job.bounded(exchange)
+    else:
+        seconds, exposed_s, sent = job.lockstep()
+    return Prediction(
+        iteration_s=seconds,
+        low_s=seconds / (1 + ERROR),
+        high_s=seconds * (1 + ERROR),
+        exposed_s=max(0.0, exposed_s),
+        bytes_per_host=sent,
+        memory_bytes=memory_bytes(strategy, model, inside),
+        convergence=convergence_of(strategy),
+    )
+
+
+def convergence_of(strategy: Strategy) -> str:
+    """Return what a strategy does to convergence."""
+    traits, exchange = strategy.traits, strategy.exchange
+    if traits.exact:
+        return EXACT
+    if isinstance(exchange, Groups) and exchange.everyone:
+        return LOCAL
+    if not traits.synchronous:
+        return ASYNCHRONOUS
+    return FEEDBACK if options_of(strategy.wire).keeps else LOSSY
+
+
+def memory_bytes(strategy: Strategy, model: Model, inside: int = 1) -> int:
+    """Return the bytes of a worker's buffers and residuals; inside a replica, of each process.
+
+    Buffers hold all gradients, or the averaged parameters. Residuals are as large. An outer
+    optimizer has the last average and a momentum. Buffers of chunks in transit are left out.
+    """
+    whole = ITEMSIZE * sum(tensor.numel for tensor in model.tensors) // inside
+    copies = 1
+    if isinstance(strategy.update_part, Outer):
+        copies += 1 + (strategy.update_part.momentum > 0)
+    copies += options_of(strategy.wire).keeps
+    return copies * whole
+
+
+_Result = tuple[float, float, float | None]
+"""Seconds of an iteration, those that are exposed, and bytes of the busiest host."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    strategy: Strategy
+    model: Model
+    cluster: Cluster
+    work: Work
+    inside: int
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of computation of a worker that is not slow."""
+        return sum(layer.forward_s + layer.backward_s for layer in self.model.layers)
+
+    def lockstep(self) -> _Result:
+        """Predict an iteration of workers that all make the same ones."""
+        cluster, traffic, divided = self.cluster, Traffic(), self.inside > 1
+        run = simulate(
+            self.model,
+            self.strategy,
+            len(cluster.layout.hosts) if divided else cluster.workers,
+            cluster.links,
+            work=self.work,
+            slow=cluster.slow_workers,
+            iterations=_ITERATIONS,
+            traffic=traffic,
+            layout=None if divided else cluster.layout,
+            inside=self.inside,
+        )
+        longest = self.compute_s * max((1.0, *cluster.slow.values()))
+        sent = max(traffic.sent.values(), default=0) / _ITERATIONS
+        return run.median_s, run.median_s - longest, sent
+
+    def groups(self, exchange: Groups) -> _Result:
+        """Predict the mean iteration of workers that average their models in groups."""
+        schedule = self.strategy.schedule
+        assert isinstance(schedule, Local), "averages need local steps"
+        if self.strategy.plan.fusion().kind != "one" or schedule.delay > 1:
+            raise UsageError(
+                f"{self.strategy!r}: averages of fragments, or with a delay of more than a step, "
+                "are not simulated; simulate DiLoCo(every=30)"
+            )
+        cluster = self._replicas()
+        rules = None
+        if exchange.policy != "static":
+            rules = rules_of(exchange.policy, exchange.size, exchange.threshold)
+        steps = -(-_STEPS // schedule.every) * schedule.every
+        run = simulate_groups(
+            self.model,
+            rules,
+            cluster.layout,
+            cluster.links,
+            work=self.work,
+            slow=cluster.slow_workers,
+            overlap=schedule.delay > 0,
+            every=schedule.every,
+            iterations=steps,
+            warmup=schedule.every,
+            seed=exchange.seed,
+            compression=self.strategy.compression,
+            inside=self.inside,
+        )
+        return run.iteration_s, run.waited * run.iteration_s, None
+
+    def pairs(self, exchange: Pairs) -> _Result:
+        """Predict the mean iteration of workers that average with one other."""
+        self._whole_models()
+        schedule = self.strategy.schedule
+        assert isinstance(schedule, Local), "averages need local steps"
+        if schedule.every != 1 or schedule.delay != 1 or self.strategy.compression != "fp32":
+            raise UsageError(
+                f"{self.strategy!r}: pairs are simulated as ADPSGD() only, with an average in each "
+                "step beside the next one, in float32; simulate that"
+            )
+        run = simulate_pairs(
+            self.model,
+            self.cluster.layout,
+            self.cluster.links,
+            work=self.work,
+            slow=self.cluster.slow_workers,
+            iterations=_STEPS,
+            warmup=2,
+            seed=exchange.seed,
+            encrypted=exchange.encrypted,
+        )
+        return run.iteration_s, run.waited * run.iteration_s, None
+
+    def bounded(self, exchange: Bounded) -> _Result:
+        """Predict the mean time of a gradient of each worker under bounded staleness."""
+        self._whole_models()
+        cluster = self.cluster
+        if cluster.workers > len(cluster.layout.hosts):
+            raise UsageError(
+                f"{self.strategy!r}: hosts with several workers are not simulated under bounded "
+                "staleness; give one worker per host"
+            )
+        fusion = self.strategy.plan.fusion()
+        layers = sum(bool(layer.tensors) for layer in self.model.layers)
+        count = min(fusion.layers, layers)
+        bound = StalenessBound(exchange.s, exchange.exchanged(count), count, exchange.in_flight)
+        slow = cluster.slow_workers
+        traffic = Traffic()
+        run = simulate_bounded(
+            self.model,
+            bound,
+            cluster.workers,
+            cluster.links,
+            gradients=float(_STEPS * cluster.workers),
+            coding=coding_of(self.strategy.wire),
+            work=self.work,
+            sleeps=lambda rank, _iteration: (slow.get(rank, 1.0) - 1) * self.compute_s,
+            traffic=traffic,
+        )
+        waited = sum(run.waited_s) / max(1, sum(run.iterations))
+        return run.seconds / _STEPS, waited, max(traffic.sent.values(), default=0) / _STEPS
+
+    def _whole_models(self) -> None:
+        if self.inside > 1:
+            raise UsageError(
+                f"{self.strategy!r}: replicas that are divided inside are not simulated with it; "
+                "simulate AllReduce(), or leave inside out"
+            )
+
+    def _replicas(self) -> Cluster:
+        """Return the cluster with a worker for each replica."""
+        if self.inside == 1:
+            return self.cluster
+        hosts = len(self.cluster.layout.hosts)
+        return replace(self.cluster, layout=type(self.cluster.layout).even(hosts, 1))
