@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 from wingbeat import schedules
@@ -84,6 +85,8 @@ class Worker:
         self._inside = inside
         self._announced: tuple[Intent, frozenset[int], Sequence[Waitable]] | None = None
         self.ends: list[float] = []
+        self.waited: list[float] = []
+        self._waited_s = 0.0
         self._thread: Iterator[Pause] = iter(())
 
     def begin(self, iterations: int) -> None:
@@ -109,8 +112,12 @@ class Worker:
                     self._agenda.at(self._agenda.now + pause, self._advance)
                     return
             elif not pause.over:
-                pause.when_over(self._advance)
+                pause.when_over(partial(self._waited, self._agenda.now))
                 return
+
+    def _waited(self, since: float) -> None:
+        self._waited_s += self._agenda.now - since
+        self._advance()
 
     def _train(self, iterations: int) -> Iterator[Pause]:
         numbers = iter(range(sum(self._buckets.members)))
@@ -123,6 +130,8 @@ class Worker:
             yield from self._backward()
             yield from self._notify(StepCalled(used=used))
             self.ends.append(self._agenda.now)
+            self.waited.append(self._waited_s)
+            self._waited_s = 0.0
         yield from self._notify(ParametersNeeded(self._buckets.forward))
 
     def _forward(self) -> Iterator[Pause]:
@@ -229,19 +238,29 @@ class Run:
 
     Attributes:
         iterations_s: seconds of each iteration of rank 0.
+        waited_s: seconds of each iteration in which rank 0's training thread waited for an exchange.
         trace: operations and updates, in order of time.
+        bytes_per_host: bytes that a host sends to others in an iteration, the mean over the hosts.
+            Headers of TCP and below are not counted.
         repeated: messages to and from servers that arrived twice because an acknowledgement was
             late and the sender retransmitted.
     """
 
     iterations_s: tuple[float, ...]
+    waited_s: tuple[float, ...]
     trace: tuple[Moment, ...]
+    bytes_per_host: float
     repeated: int = 0
 
     @property
     def median_s(self) -> float:
         """Median iteration, without the first, in which no update is due."""
         return statistics.median(self.iterations_s[1:] or self.iterations_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """Median of the waits in an iteration: communication that nothing overlaps."""
+        return statistics.median(self.waited_s[1:] or self.waited_s)
 
 
 def simulate(
@@ -393,6 +412,8 @@ class _Job:
     def train(self, buckets: Buckets, iterations: int, traffic: Traffic | None = None) -> Run:
         """Simulate so many iterations on a new cluster."""
         agenda, trace = Agenda(), list[Moment]()
+        traffic = traffic or Traffic()
+        before = sum(traffic.sent.values())
         network = self._network(agenda, traffic)
         columns = self._columns(agenda, buckets, network, traffic)
         built = [self.strategy.exchange.build_simulated(each) for each in columns]
@@ -409,7 +430,10 @@ class _Job:
         ends = [0.0, *simulated[0].ends]
         spans = tuple(b - a for a, b in itertools.pairwise(ends))
         repeated = sum(each.mailboxes.repeated for each in built if each.mailboxes)
-        return Run(spans, tuple(trace), repeated)
+        # One worker, or those of one host, may represent all.
+        hosts = len({self.layout.host_of[rank] for rank in range(len(built[0].workers))})
+        sent = (sum(traffic.sent.values()) - before) / hosts / iterations
+        return Run(spans, tuple(simulated[0].waited), tuple(trace), sent, repeated)
 
     def _network(self, agenda: Agenda, traffic: Traffic | None) -> Network:
         layout = self.layout
