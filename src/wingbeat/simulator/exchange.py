@@ -536,10 +536,10 @@ class SimulationContext:
     column: int = 0
     columns: int = 1
 
-    def collectives(self) -> SimulatedExchanges:
-        """Return collectives along the topology."""
+    def collectives(self, topology: Topology | None = None) -> SimulatedExchanges:
+        """Return collectives along a topology; by default the strategy's, fitted to the hosts."""
         workers = self.layout.workers
-        topology = topologies.fitted(self.topology, self.layout, self.links.count)
+        topology = topology or topologies.fitted(self.topology, self.layout, self.links.count)
         mesh = topologies.fitted("mesh", self.layout, self.links.count)
         options = options_of(self.wire)
         # Blocks have different bytes where only some of their parameters have a codec or factors.
