@@ -45,7 +45,9 @@ def test_verbs_are_the_documented_ones() -> None:
 
 def test_the_documentation_lists_verbs_at_all() -> None:
     lab = {"lab run", "lab stats", "lab doctor"}
-    assert lab | {"bench", "demo", "probe", "profile", "show", "store", "top"} == _documented()
+    assert (
+        lab | {"bench", "demo", "plan", "probe", "profile", "show", "store", "top"} == _documented()
+    )
 
 
 @pytest.mark.parametrize(

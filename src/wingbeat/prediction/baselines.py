@@ -2,7 +2,8 @@
 
 gloo's ring, and NCCL's over sockets, pass through all ranks in order, on whatever hosts, so
 each host's interface carries one stream out and one in. Sums inside hosts first, as wingbeat makes
-them, are not assumed. Buckets are DDP's: the first of 1 MiB, then 25 MiB. PowerSGD is in one
+them, are not assumed. Buckets are DDP's: the first of 1 MiB, then 25 MiB. The hook that
+rounds to bfloat16 stands for that of float16 too. PowerSGD is in one
 bucket, since two at once can block gloo's threads for ever; its arithmetic is taken to cost what
 wingbeat's low rank does, and rows of it took 6 to 24% longer than predicted. Several interfaces
 share a bucket, as NCCL's channels do; gloo uses one.
@@ -48,10 +49,23 @@ DDP = "ddp"
 BASELINES = {
     DDP: _ddp(),
     "ddp+bf16": _ddp("bf16"),
-    "ddp+fp16": _ddp("fp16"),
     **{
         f"ddp+powersgd:rank={rank}": _ddp(LowRank(rank=rank, auto_disable=False), parts.OneBucket())
         for rank in (1, 2, 4)
     },
 }
 """DDP and its hooks by their names in `wingbeat bench`."""
+
+HSDP = "hsdp"
+"""The name of FSDP2's own replication."""
+
+
+def baselines_for(*, inside: bool) -> dict[str, Strategy]:
+    """Return what to compare with: DDP and its hooks, or HSDP, which has none.
+
+    HSDP sums the gradients of a layer over the replicas when they are reduced inside.
+    """
+    if not inside:
+        return dict(BASELINES)
+    layers = parts.Layers(count=1)
+    return {HSDP: _ddp(plan=layers)}

@@ -24,10 +24,10 @@ EXACT = (
 )
 LOSSY = (
     "dear:plan=fixed,compression=bf16",
-    "dear:plan=fixed,compression=sketch:auto_disable=false",
-    "dear:plan=fixed,compression=sketch@4:auto_disable=false",
-    "allreduce:compression=lowrank@1:auto_disable=false",
-    "allreduce:compression=lowrank@4:auto_disable=false",
+    "dear:plan=fixed,compression=sketch",
+    "dear:plan=fixed,compression=sketch@4",
+    "allreduce:compression=lowrank@1",
+    "allreduce:compression=lowrank@4",
     "omgs",
 )
 LOCAL = (
@@ -38,7 +38,7 @@ LOCAL = (
 ASYNCHRONOUS = ("ripples", "adpsgd", "canary")
 
 CANDIDATES = (*EXACT, *LOSSY, *LOCAL, *ASYNCHRONOUS)
-"""What is ranked by default."""
+"""What is ranked by default. Codecs are on, whatever their trial would decide in training."""
 
 
 def candidates(texts: Sequence[str] = (), codecs: Sequence[str] = ()) -> dict[str, Strategy]:

@@ -207,7 +207,10 @@ def _measured(rows: Any, hosts: int, where: str) -> tuple[list[int], Links, tupl
             f"{where}: hosts = {hosts}, and [[measured]] has {found}; give as many, or write it "
             "with wingbeat probe"
         )
-    counts, names, rates, latencies = [], [], [], []
+    counts: list[int] = []
+    names: list[str] = []
+    rates: list[list[float]] = []
+    latencies: list[float] = []
     for number, row in enumerate(rows):
         at = f"{where}, [[measured]] {number}"
         nics = row.get("nics") if isinstance(row, dict) else None
