@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from wingbeat.errors import UsageError
@@ -74,10 +77,11 @@ def test_predict_slow_host_slows_exact_strategies_and_not_pairs() -> None:
         (AllReduce(compression="bf16"), "lossy", 1),
         (AllReduce(compression="sketch"), "lossy, with error feedback", 2),
         (Geryon(), "exact", 1),
-        (Ripples(), "asynchronous", 1),
-        (ADPSGD(), "asynchronous", 1),
-        (LocalSGD(), "local steps", 1),
-        (DiLoCo(every=4), "local steps", 3),
+        (Ripples(), "asynchronous", 2),
+        (ADPSGD(), "asynchronous", 2),
+        (LocalSGD(), "local steps", 2),
+        (DiLoCo(every=4), "local steps", 4),
+        (DiLoCo(every=4, compression="sketch"), "local steps", 6),
         (Canary(compression="fp32", colayers=2), "asynchronous", 1),
     ],
 )
@@ -123,6 +127,33 @@ def test_rank_sorts_by_time_and_lists_what_it_refuses() -> None:
     assert "simulate its candidates" in found.refused["tried"]
     assert found.fastest() == "sketch"
     assert found.fastest(exact=True) == "servers"
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, {"pairs", "groups", "servers"}),
+        ({"slow": {0: 2.0}}, {"pairs", "groups", "servers", "ring"}),
+        (
+            {"links": Links(bytes_per_s=117e6, rates={0: 1e6})},
+            {"pairs", "groups", "servers", "ring"},
+        ),
+        ({"layout": Layout([0, 1, 2, 2])}, {"pairs", "groups", "servers", "ring"}),
+    ],
+)
+def test_rank_refuses_more_workers_one_by_one_than_allowed(
+    changes: dict[str, Any], refused: set[str]
+) -> None:
+    named = {
+        "pairs": ADPSGD(),
+        "groups": Ripples(),
+        "servers": ParameterServer(),
+        "ring": AllReduce(),
+    }
+    found = rank(named, model(), replace(cluster(), **changes), most=3)
+    assert set(found.refused) == refused
+    assert all("4 workers would be simulated one by one" in s for s in found.refused.values())
+    assert not rank(named, model(), replace(cluster(), **changes), most=4).refused
 
 
 def test_rank_without_exact_candidate_has_no_fastest_exact() -> None:

@@ -45,6 +45,9 @@ docs/how-to/plan.md says what the columns mean, and how far predictions are off.
 _EVERY_S = 2.0
 _WIDTH = 140
 
+_MOST = 32
+"""Most workers that are simulated one by one."""
+
 
 def register(app: typer.Typer) -> None:
     """Register the command."""
@@ -86,6 +89,12 @@ def plan(
     inside: Annotated[
         bool, typer.Option("--inside", help="Each host is one replica, divided by FSDP2.")
     ] = False,
+    patient: Annotated[
+        bool,
+        typer.Option(
+            "--patient", help="Predict also what takes minutes: more than 32 unlike workers."
+        ),
+    ] = False,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the ranking into this .svg or .png.")
     ] = None,
@@ -113,7 +122,15 @@ def plan(
     model = simulator_model(found)
     with _Progress(len(named) * len(scenarios)) as progress:
         rankings = {
-            text: rank(named, model, each, work=work, inside=replicas, progress=progress)
+            text: rank(
+                named,
+                model,
+                each,
+                work=work,
+                inside=replicas,
+                most=None if patient else _MOST,
+                progress=progress,
+            )
             for text, each in scenarios.items()
         }
     report = _Report(f"{found.name} on {base.describe()}", named, frozenset(baselines), rankings)

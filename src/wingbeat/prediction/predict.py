@@ -63,8 +63,7 @@ class Prediction:
         high_s: upper end of it.
         exposed_s: seconds of it that are no forward, backward or other time of the profile.
         bytes_per_host: bytes that a host sends to others, the mean over the hosts, without headers.
-        memory_bytes: bytes of a worker's buffers and residuals, in addition to parameters,
-            gradients and the optimizer's state.
+        memory_bytes: bytes of a worker's buckets, other flat buffers and residuals: an estimate.
         convergence: `EXACT`, `FEEDBACK`, `LOSSY`, `LOCAL` or `ASYNCHRONOUS`.
     """
 
@@ -104,6 +103,7 @@ def rank(
     *,
     work: Work | None = None,
     inside: int = 1,
+    most: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Ranking:
     """Predict all candidates and sort them by their iteration time; ties keep their order.
@@ -114,6 +114,8 @@ def rank(
         cluster: hosts, workers and links.
         work: cost of communication in processor time.
         inside: as in `predict`.
+        most: largest number of workers that are simulated one by one, which takes long; candidates
+            for which there would be more are refused. None: any number.
         progress: called with the name of each candidate before it is predicted.
     """
     found: dict[str, Prediction] = {}
@@ -121,6 +123,13 @@ def rank(
     for name, strategy in candidates.items():
         if progress is not None:
             progress(name)
+        alone = simulated_alone(strategy, cluster)
+        if most is not None and alone > most:
+            refused[name] = (
+                f"its {alone} workers would be simulated one by one, and more than {most} take "
+                "minutes: --patient does it"
+            )
+            continue
         try:
             found[name] = predict(strategy, model, cluster, work=work, inside=inside)
         except UsageError as error:
@@ -177,6 +186,13 @@ def predict(
     )
 
 
+def simulated_alone(strategy: Strategy, cluster: Cluster) -> int:
+    """Return how many workers are simulated one by one; 0 if those of one host represent all."""
+    counts = {len(host) for host in cluster.layout.hosts}
+    alike = cluster.links.alike and not cluster.slow and len(counts) == 1
+    return 0 if alike and strategy.exchange.collective else cluster.workers
+
+
 def error_of(strategy: Strategy) -> tuple[float, float]:
     """Return the range of measured by predicted times."""
     summed = strategy.exchange.collective and strategy.exchange.lockstep
@@ -198,14 +214,17 @@ def convergence_of(strategy: Strategy) -> str:
 def memory_bytes(strategy: Strategy, model: Model, inside: int = 1) -> int:
     """Return the bytes of a worker's buffers and residuals; inside a replica, of each process.
 
-    Buffers hold all gradients, or the averaged parameters. Residuals are as large. An outer
-    optimizer has the last average and a momentum. Buffers of chunks in transit are left out.
+    Buckets hold the gradients. Averaged models have a flat copy and one of the sum, and an outer
+    optimizer the last average and a velocity. Residuals are as large, and averages keep the next
+    ones beside them. Chunks in transit, and what is late under bounded staleness, are left out.
     """
     whole = ITEMSIZE * sum(tensor.numel for tensor in model.tensors) // inside
-    copies = 1
+    averaged = isinstance(strategy.exchange, Groups | Pairs)
+    copies = 2 if averaged else 1
     if isinstance(strategy.update_part, Outer):
-        copies += 1 + (strategy.update_part.momentum > 0)
-    copies += options_of(strategy.wire).keeps
+        copies += 2
+    if options_of(strategy.wire).keeps:
+        copies += 2 if averaged else 1
     return copies * whole
 
 
