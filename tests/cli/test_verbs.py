@@ -84,4 +84,4 @@ def test_without_other_packages_the_verbs_are_those_of_wingbeat() -> None:
         "print([each.name for each in app.registered_commands], 'wingbeat_lab' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['probe', 'profile', 'show', 'store', 'top'] False"
+    assert done.stdout.strip() == "['plan', 'probe', 'profile', 'show', 'store', 'top'] False"

@@ -39,7 +39,7 @@ Examples:
 \b
 DDP and its hooks are predicted as a ring over all ranks in order, as gloo's and NCCL's over
 sockets are, with buckets of 25 MiB; PowerSGD in one bucket. Nothing is started on the cluster.
-docs/how-to/plan.md says what the columns mean, and how far predictions are off.
+docs/how-to/plan.md explains the columns, and how far predictions are off.
 """
 
 _EVERY_S = 2.0
@@ -199,7 +199,7 @@ def _replicas(cluster: Cluster) -> int:
 
 
 class _Progress:
-    """Shows on standard error which strategy is simulated: as a bar, or a line now and then."""
+    """Shows on standard error which strategy is simulated: in place, or a line every two seconds."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
