@@ -15,7 +15,7 @@ from wingbeat.prediction import Cluster, predict
 from wingbeat.prediction.baselines import BASELINES, baselines_for
 from wingbeat.prediction.candidates import CANDIDATES, candidates, code_of
 from wingbeat.prediction.costs import work_of
-from wingbeat.prediction.predict import ASYNCHRONOUS, EXACT, FEEDBACK, LOCAL, convergence_of
+from wingbeat.prediction.predict import ASYNCHRONOUS, EXACT, FEEDBACK, LOCAL_STEPS, convergence_of
 from wingbeat.profiling import simulator_model
 from wingbeat.simulator import Links
 from wingbeat.strategies.spelling import parse
@@ -24,7 +24,7 @@ from wingbeat.types import Layout
 
 def test_candidates_have_every_kind_of_convergence() -> None:
     kinds = {convergence_of(strategy) for strategy in candidates().values()}
-    assert {EXACT, FEEDBACK, LOCAL, ASYNCHRONOUS} <= kinds
+    assert {EXACT, FEEDBACK, LOCAL_STEPS, ASYNCHRONOUS} <= kinds
 
 
 def test_candidates_with_a_codec_are_ranked_beside_the_others() -> None:

@@ -10,6 +10,7 @@ import pytest
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
 from wingbeat.prediction import Cluster, Prediction, predict, rank
+from wingbeat.prediction.baselines import BASELINES
 from wingbeat.simulator import Links, Model, TimedLayer, simulate
 from wingbeat.strategies.presets import (
     ADPSGD,
@@ -108,6 +109,27 @@ def test_predict_inside_with_other_hosts_is_refused() -> None:
 def test_predict_canary_with_several_workers_per_host_is_refused() -> None:
     with pytest.raises(UsageError, match="hosts with several workers"):
         predicted(Canary(), hosts=2, per_host=2)
+
+
+@pytest.mark.parametrize("hosts", [2, 6])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        AllReduce(mb=2.0),
+        DeAR(plan="fixed", mb=2.0),
+        DeAR(plan="fixed", mb=2.0, topology="mesh", compression="sketch"),
+        DeAR(plan="fixed", mb=2.0, compression="bf16"),
+        BASELINES["ddp"],
+        BASELINES["ddp+bf16"],
+    ],
+    ids=repr,
+)
+def test_predict_few_workers_of_a_host_represent_all(strategy: Strategy, hosts: int) -> None:
+    described = cluster(hosts, 8)
+    found = predict(strategy, model(), described)
+    run = simulate(model(), strategy, 8 * hosts, LINKS, layout=described.layout, iterations=3)
+    assert found.iteration_s == pytest.approx(run.iterations_s[-1], rel=0.012)
+    assert found.bytes_per_host == pytest.approx(run.bytes_per_host, rel=0.01)
 
 
 def test_rank_sorts_by_time_and_lists_what_it_refuses() -> None:

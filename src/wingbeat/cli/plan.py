@@ -199,7 +199,7 @@ def _replicas(cluster: Cluster) -> int:
 
 
 class _Progress:
-    """Shows on standard error which strategy is simulated: in place, or a line every two seconds."""
+    """Shows on standard error what is simulated: in place, or a line every two seconds."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
 from wingbeat.observe.timeline import blank
-from wingbeat.prediction.predict import ASYNCHRONOUS, EXACT, FEEDBACK, LOCAL, LOSSY, Ranking
+from wingbeat.prediction.predict import ASYNCHRONOUS, EXACT, FEEDBACK, LOCAL_STEPS, LOSSY, Ranking
 
 FORMATS = (".svg", ".png")
 
@@ -15,7 +15,7 @@ _COLOURS = {
     EXACT: "#2a6f97",
     LOSSY: "#e9a23b",
     FEEDBACK: "#d1793a",
-    LOCAL: "#7a9e5b",
+    LOCAL_STEPS: "#7a9e5b",
     ASYNCHRONOUS: "#8d5a97",
 }
 _BASELINE, _INK, _GRID = "#9aa1ab", "#2b2f36", "#e4e7eb"

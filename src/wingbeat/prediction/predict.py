@@ -20,10 +20,13 @@ from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.methods.model_averaging.simulated import simulate_groups
 from wingbeat.methods.model_averaging.simulated_pairs import simulate_pairs
 from wingbeat.parts.strategy import Strategy
+from wingbeat.prediction.baselines import FlatRing
 from wingbeat.prediction.cluster import Cluster
-from wingbeat.simulator.cluster import Traffic, Work, coding_of
+from wingbeat.simulator.cluster import Links, Traffic, Work, coding_of
 from wingbeat.simulator.model import ITEMSIZE, Model
+from wingbeat.simulator.network import LOCAL
 from wingbeat.simulator.run import simulate
+from wingbeat.topologies import Mesh, Ring
 from wingbeat.types import Layout
 
 ERROR = (0.97, 1.06)
@@ -41,12 +44,15 @@ are not in lockstep were measured beside a prediction; the same interval is give
 EXACT = "exact"
 FEEDBACK = "lossy, with error feedback"
 LOSSY = "lossy"
-LOCAL = "local steps"
+LOCAL_STEPS = "local steps"
 ASYNCHRONOUS = "asynchronous"
 """What a strategy does to convergence."""
 
 _ITERATIONS = {True: 2, False: 3}
 """Iterations in lockstep, of which the last counts: of equal hosts, and of others."""
+
+_FEW, _FEWEST, _FEW_WORKERS = 4, 2, 32
+"""Workers of a host that represent more of them, up to so many workers in all and beyond."""
 
 _STEPS = 8
 """Least number of iterations of workers that are not in lockstep, and of averaged models."""
@@ -64,7 +70,7 @@ class Prediction:
         exposed_s: seconds of it that are no forward, backward or other time of the profile.
         bytes_per_host: bytes that a host sends to others, the mean over the hosts, without headers.
         memory_bytes: bytes of a worker's buckets, other flat buffers and residuals: an estimate.
-        convergence: `EXACT`, `FEEDBACK`, `LOSSY`, `LOCAL` or `ASYNCHRONOUS`.
+        convergence: `EXACT`, `FEEDBACK`, `LOSSY`, `LOCAL_STEPS` or `ASYNCHRONOUS`.
     """
 
     iteration_s: float
@@ -205,7 +211,7 @@ def convergence_of(strategy: Strategy) -> str:
     if traits.exact:
         return EXACT
     if isinstance(exchange, Groups) and exchange.everyone:
-        return LOCAL
+        return LOCAL_STEPS
     if not traits.synchronous:
         return ASYNCHRONOUS
     return FEEDBACK if options_of(strategy.wire).keeps else LOSSY
@@ -247,13 +253,15 @@ class _Job:
 
     def lockstep(self) -> _Result:
         """Predict an iteration of workers that all make the same ones."""
-        cluster, divided = self.cluster, self.inside > 1
+        divided = self.inside > 1
+        cluster, work, local = (self.cluster, self.work, LOCAL) if divided else self._represented()
         run = simulate(
             self.model,
             self.strategy,
             cluster.hosts if divided else cluster.workers,
             cluster.links,
-            work=self.work,
+            work=work,
+            local=local,
             slow=cluster.slow_workers,
             iterations=_ITERATIONS[cluster.links.alike and not cluster.slow],
             layout=None if divided else cluster.layout,
@@ -262,6 +270,44 @@ class _Job:
         longest = self.compute_s * max((1.0, *cluster.slow.values()))
         seconds = run.iterations_s[-1]
         return seconds, seconds - longest, run.bytes_per_host
+
+    def _represented(self) -> tuple[Cluster, Work, Links]:
+        """Return a smaller cluster whose iteration takes as long, with its costs, if there is one.
+
+        Where equal hosts sum inside first, few workers of each represent all. Then a worker has a
+        larger share of its host's NICs, and its thread takes less time for each byte; inside, it
+        exchanges a smaller part of its gradients, more slowly; and each of its fewer chunks takes
+        longer. With DDP's ring, each worker gets a host, since each host sends and receives one
+        stream in either case.
+        """
+        cluster, work, local = self.cluster, self.work, LOCAL
+        each = len(cluster.layout.hosts[0])
+        hosts, exchange = cluster.hosts, self.strategy.exchange
+        if each == 1 or simulated_alone(self.strategy, cluster):
+            return cluster, work, local
+        if isinstance(exchange, FlatRing):
+            far_s, near_s = cluster.links.latency_s, local.latency_s
+            links = replace(
+                cluster.links,
+                bytes_per_s=min(cluster.links.bytes_per_s, local.bytes_per_s / cluster.links.count),
+                latency_s=(far_s + (each - 1) * near_s) / each,
+            )
+            layout = Layout.even(cluster.workers, 1)
+            return replace(cluster, links=links, layout=layout), work, local
+        few = _FEW if cluster.workers <= _FEW_WORKERS else _FEWEST
+        options = options_of(self.strategy.wire)
+        if each <= few or not isinstance(exchange, Ring | Mesh) or options.gathers or options.rank:
+            return cluster, work, local
+        chunks = (each * hosts - 1) / (few * hosts - 1)
+        work = replace(
+            work,
+            chunk_s=work.chunk_s * chunks,
+            wire_s_per_byte=work.wire_s_per_byte * few / each,
+            add_s_per_byte=work.add_s_per_byte * few / each,
+            codecs=work.codecs * few / each,
+        )
+        local = replace(local, bytes_per_s=local.bytes_per_s * (1 - 1 / few) / (1 - 1 / each))
+        return replace(cluster, layout=Layout.even(hosts, few)), work, local
 
     def groups(self, exchange: Groups) -> _Result:
         """Predict the mean iteration of workers that average their models in groups."""
