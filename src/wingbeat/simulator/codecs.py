@@ -1,9 +1,12 @@
 """What gradients are on the links, and the processor time to encode and decode them.
 
-Sizes are those of the codecs that training uses. Seconds are for each byte of float32 on one core:
-of `Sketch` and `TopK` from ``docs/results/codecs.json`` (2026-11-26), of others the shortest of
-five calls, in CPU time, on the same machine (AMD EPYC, 2026-11-27): a cast of 32 MB, low rank of a
-matrix of 2048 x 4096 at ranks 1 and 4, and for each matrix a 50th of 50 of 64 x 64.
+Sizes are those of the codecs that training uses. Seconds are for each byte of float32 on one core
+of an AMD EPYC: of `TopK` from ``docs/results/codecs.json`` (2026-11-26); of `Sketch` by
+``benchmarks/codecs.py --kernels native --numel 1500000``, a worker's part of a bucket of 25 MB
+(2026-11-27); of a cast of 32 MB the shortest of five calls, in CPU time. Low rank: CPU time of the
+four steps of `wingbeat.codecs.lowrank.Round` for all matrices of resnet50, vgg16 (a quarter) and
+bert_base (a quarter) in the order of training, the least of six turns, between the lines of ranks 1
+and 4; what each matrix costs, from those of resnet50 at a scale of 0.05.
 """
 
 from __future__ import annotations
@@ -37,11 +40,19 @@ class Seconds(NamedTuple):
 CAST = Seconds(0.065e-9, 0.149e-9)
 """A cast to bfloat16, and back with a sum. Scaled float16 is taken to cost the same."""
 
-SKETCH = Seconds(1 / 1.79e9, 1 / 8.99e9)
+SKETCH = Seconds(1 / 2.14e9, 1 / 12.6e9)
 """An 8-bit sketch with its residual."""
 
-SKETCH_4 = Seconds(1 / 1.68e9, 1 / 7.12e9)
+SKETCH_4 = Seconds(1 / 2.19e9, 1 / 8.56e9)
 """A 4-bit sketch with its residual."""
+
+ADDED = 1 / 3
+"""Share of the seconds to decode a gathered payload that the second and later ones take.
+
+These are added, and only their own elements are written: 0.010 to 0.033 ns for each byte of float32
+at a density of 0.01, where the first took 0.027 to 0.065 (`TopKCodec`, 0.35 to 6 million elements,
+2026-11-27).
+"""
 
 _FEW_BITS = 4
 
@@ -69,6 +80,12 @@ class Packing(NamedTuple):
     """How chunks of a bucket are packed: cast, or encoded by ``coding``."""
 
     coding: codecs.Coding | None = None
+
+    @property
+    def sketches(self) -> bool:
+        """Whether tensors are sketched."""
+        parts = () if self.coding is None else self.coding.regions
+        return any(isinstance(region.codec, SketchCodec) for region in parts)
 
     @property
     def bytes_per_element(self) -> float:
@@ -111,6 +128,7 @@ class FactorsSent:
         second: elements of the second one.
         begin_s: training thread, before the first.
         between_s: a thread of its own, between the two.
+        keep_s: the same thread, while the second is on the way.
         end_s: training thread, when the result is needed.
     """
 
@@ -118,6 +136,7 @@ class FactorsSent:
     second: int
     begin_s: float
     between_s: float
+    keep_s: float
     end_s: float
 
 
@@ -134,7 +153,7 @@ def factors_sent(wire: Coded, parameters: Parameters, factor: float) -> FactorsS
     ``factor`` applies to the seconds that grow with a matrix, not to those of each.
     """
     beside = thin = wide = 0
-    begin = between = end = 0.0
+    begin = between = keep = end = 0.0
     for name, shape in parameters:
         options = options_of(for_parameter(wire, name))
         rows, cols = options.matrix_of(shape)
@@ -144,7 +163,8 @@ def factors_sent(wire: Coded, parameters: Parameters, factor: float) -> FactorsS
             continue
         thin, wide = thin + rank * rows, wide + rank * cols
         nbytes = factor * numel * ITEMSIZE
-        begin += nbytes * (0.120e-9 + 0.014e-9 * rank) + 13e-6
-        between += nbytes * (0.032e-9 + 0.029e-9 * rank) + 36e-6
-        end += nbytes * (0.026e-9 + 0.042e-9 * rank) + 43e-6
-    return FactorsSent(beside + thin + 1, wide, begin, between, end)
+        begin += nbytes * (0.135e-9 + 0.030e-9 * rank) + 17e-6
+        between += nbytes * (0.035e-9 + 0.042e-9 * rank) + 48e-6
+        keep += nbytes * (0.135e-9 + 0.022e-9 * rank) + 35e-6
+        end += nbytes * (0.025e-9 + 0.047e-9 * rank) + 60e-6
+    return FactorsSent(beside + thin + 1, wide, begin, between, keep, end)

@@ -26,12 +26,20 @@ from wingbeat.collectives.program import (
 )
 from wingbeat.compression import Coded, options_of
 from wingbeat.schedules.events import Operation
-from wingbeat.simulator.agenda import Agenda, Cores
+from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
-from wingbeat.simulator.codecs import FactorsSent, Packing, Seconds, factors_sent, packing_of
+from wingbeat.simulator.codecs import (
+    ADDED,
+    FactorsSent,
+    Packing,
+    Seconds,
+    factors_sent,
+    packing_of,
+)
 from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.network import Carrier, Key
+from wingbeat.simulator.processors import Cores
 from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring
 from wingbeat.types import Layout, Span, blocks_of
 
@@ -150,12 +158,13 @@ class Lane:
                     if not self._network.receive(self._receive_key(task, transfer), self._go):
                         self._blocked = command
                         return
-                    self._wait(self._receive_s(task, transfer))
+                    self._code(
+                        self._decode_s(task, transfer),
+                        partial(self._wait, self._receive_s(task, transfer)),
+                    )
                     return
                 case programs.SendChunk(task, transfer):
-                    self._cores.work(
-                        self._encode_s(task, transfer), partial(self._sent, task, transfer)
-                    )
+                    self._code(self._encode_s(task, transfer), partial(self._sent, task, transfer))
                     return
                 case programs.Complete(task):
                     self._complete(task)
@@ -165,6 +174,13 @@ class Lane:
 
     def _wait(self, seconds: float) -> None:
         self._cores.work(seconds, self._go)
+
+    def _code(self, seconds: float, over: Callable[[], None]) -> None:
+        """Encode or decode for so many seconds, if any."""
+        if seconds:
+            code(seconds * self._work.codecs, self._work, self._cores, self._agenda, over)
+        else:
+            over()
 
     def _sent(self, task: Collective, transfer: Transfer) -> None:
         self._send_chunk(task, transfer)
@@ -176,17 +192,23 @@ class Lane:
         if packing is None or span in task.encoded:
             return 0.0
         seconds = packing.seconds(span)
-        if packing.coding is None or not task.rounded.overlaps(span):
-            return seconds.encode * self._work.codecs
+        if packing.coding is None:
+            return seconds.encode
+        encode = seconds.encode * (self._work.sketch if packing.sketches else 1.0)
+        if not task.rounded.overlaps(span):
+            return encode
         task.encoded.add(span)
-        return sum(seconds) * self._work.codecs
+        return encode + seconds.decode
+
+    def _decode_s(self, task: Collective, transfer: Transfer) -> float:
+        """Return the seconds to unpack a chunk, and to add it in the same pass."""
+        packing = self._packing(task, transfer)
+        return 0.0 if packing is None else packing.seconds(transfer.span).decode
 
     def _receive_s(self, task: Collective, transfer: Transfer) -> float:
         seconds = self._chunk_s(task, transfer)
-        packing = self._packing(task, transfer)
-        if packing is not None:  # decoded and added in one pass
-            return seconds + packing.seconds(transfer.span).decode * self._work.codecs
-        if transfer.reduce and not self._near(transfer):
+        packed = self._packing(task, transfer) is not None
+        if transfer.reduce and not packed and not self._near(transfer):
             seconds += self._nbytes(task, transfer) * self._work.add_s_per_byte
         return seconds
 
@@ -226,6 +248,18 @@ class Lane:
         waiters, task.waiters = task.waiters, []
         for resume in waiters:
             self._agenda.at(self._agenda.now, resume)
+
+
+def code(
+    seconds: float, work: Work, cores: Cores, agenda: Agenda, over: Callable[[], None]
+) -> None:
+    """Call ``over`` after work of a codec, which takes so many ``seconds``."""
+    idle = seconds * work.codecs_idle
+
+    def busy_over() -> None:
+        agenda.at(agenda.now + idle, over)
+
+    cores.work(seconds - idle, busy_over if idle else over)
 
 
 class Waitable(Protocol):
@@ -283,9 +317,10 @@ class Collectives(Exchange):
     ) -> None:
         self._rank, self._workers, self._buckets = rank, workers, buckets
         self._topology, self._mesh = topology, mesh or Mesh()
-        self._wire, self._codecs = wire, work.codecs
+        self._wire, self._work = wire, work
         self._agenda, self._cores = agenda, cores or Cores(agenda)
         self._decoding: deque[tuple[float, Later]] = deque()
+        self._turns: deque[Callable[[], None]] = deque()
         self._speeds = links.speeds(hosts or workers)
         ring = isinstance(topology, Ring | Hierarchical) and not getattr(topology, "direct", False)
         self._direct = ring and workers <= DIRECT_RANKS
@@ -307,7 +342,7 @@ class Collectives(Exchange):
         if self._factored:
             return self._factors(bucket).begin_s
         if self._gathers(operation):
-            return self._whole(bucket).encode * self._codecs
+            return self._whole(bucket).encode * self._work.codecs
         return 0.0
 
     def after_s(self, bucket: int) -> float:
@@ -349,7 +384,7 @@ class Collectives(Exchange):
 
     def _factors(self, bucket: int) -> FactorsSent:
         assert isinstance(self._wire, Coded)
-        return factors_sent(self._wire, self._buckets.parameters[bucket], self._codecs)
+        return factors_sent(self._wire, self._buckets.parameters[bucket], self._work.codecs)
 
     def _whole(self, bucket: int) -> Seconds:
         packing = self._packing(bucket)
@@ -392,7 +427,8 @@ class Collectives(Exchange):
         assert packing is not None
         row = -(-packing.nbytes(Span(0, self._buckets.numel[bucket])) // 8) * 8
         parts = self._start_bytes("all_gather", self._workers * row, self._lanes)
-        decode_s = self._workers * self._whole(bucket).decode * self._codecs
+        payloads = 1 + (self._workers - 1) * ADDED
+        decode_s = payloads * self._whole(bucket).decode * self._work.codecs
         later = Later(self._agenda)
         self._last[bucket] = [later]
 
@@ -413,24 +449,47 @@ class Collectives(Exchange):
             if self._decoding:
                 self._decode()
 
-        self._cores.work(seconds, decoded)
+        code(seconds, self._work, self._cores, self._agenda, decoded)
 
     def _sum_factors(self, bucket: int) -> None:
-        """Sum thin factors, compute the second ones in a thread of their own, and sum these."""
+        """Sum thin factors, compute the second ones in a thread of their own, and sum these.
+
+        The thread takes one bucket after the other, in the order in which they began.
+        """
         sent, later = self._factors(bucket), Later(self._agenda)
         self._last[bucket], self._after_s[bucket] = [later], sent.end_s
         first, second = (self._padded(numel) * ITEMSIZE for numel in (sent.first, sent.second))
+        arrived = Later(self._agenda)
+        when_all(self._start_bytes("all_reduce", first, self._lanes), arrived.end)
+
+        def turn() -> None:
+            _when_over(arrived, between)
 
         def between() -> None:
-            if not sent.second:
+            if sent.second:
+                code(sent.between_s, self._work, self._cores, self._agenda, summed)
+            else:
                 later.end()
-                return
-            self._cores.work(sent.between_s, summed)
+                self._end_turn()
 
         def summed() -> None:
-            when_all(self._start_bytes("all_reduce", second, self._second), later.end)
+            parts = self._start_bytes("all_reduce", second, self._second)
+            kept = Later(self._agenda)
+            when_all([*parts, kept], later.end)
+            code(sent.keep_s, self._work, self._cores, self._agenda, partial(after, kept))
 
-        when_all(self._start_bytes("all_reduce", first, self._lanes), between)
+        def after(kept: Later) -> None:
+            kept.end()
+            self._end_turn()
+
+        self._turns.append(turn)
+        if len(self._turns) == 1:
+            turn()
+
+    def _end_turn(self) -> None:
+        self._turns.popleft()
+        if self._turns:
+            self._turns[0]()
 
     def _start_bytes(self, what: str, nbytes: int, lanes: Sequence[Lane]) -> list[Collective]:
         """Start a collective of so many bytes, in few rounds if there are few."""
@@ -465,6 +524,14 @@ class Later:
         for resume in self._waiters:
             self._agenda.at(self._agenda.now, resume)
         self._waiters.clear()
+
+
+def _when_over(part: Waitable, action: Callable[[], None]) -> None:
+    """Call ``action`` when the operation is complete, or now if it is."""
+    if part.over:
+        action()
+    else:
+        part.when_over(action)
 
 
 def when_all(parts: Sequence[Waitable], action: Callable[[], None]) -> None:
