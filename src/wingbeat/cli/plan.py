@@ -45,7 +45,7 @@ docs/how-to/plan.md explains the columns, and how far predictions are off.
 _EVERY_S = 2.0
 _WIDTH = 140
 
-_MOST = 32
+_MOST = 16
 """Most workers that are simulated one by one."""
 
 
@@ -92,7 +92,7 @@ def plan(
     patient: Annotated[
         bool,
         typer.Option(
-            "--patient", help="Predict also what takes minutes: more than 32 unlike workers."
+            "--patient", help="Predict also what takes minutes: more than 16 unlike workers."
         ),
     ] = False,
     picture: Annotated[

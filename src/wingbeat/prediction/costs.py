@@ -32,9 +32,9 @@ def work_of(profile: Profile) -> tuple[Work, Sequence[str]]:
     if accelerated(profile):
         work = replace(work, update_s_per_byte=0.0, fill_s_per_byte=0.0)
         notes.append(
-            f"{profile.device} is an accelerator: copies to the host are taken to overlap, as with "
-            'wingbeat.init(cuda="tcp"); codecs take the time of a CPU core, so rows with one are '
-            "pessimistic; none of this was measured on a GPU"
+            f"times are those of {profile.device}, taken for an accelerator: copies to the host "
+            'overlap, as with wingbeat.init(cuda="tcp"); codecs take the time of a CPU core, so '
+            "rows with one are pessimistic; none of this was measured on a GPU"
         )
     else:
         notes.append("codecs, sums and updates take the time of one core of a server CPU")

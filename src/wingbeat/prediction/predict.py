@@ -51,7 +51,7 @@ ASYNCHRONOUS = "asynchronous"
 _ITERATIONS = {True: 2, False: 3}
 """Iterations in lockstep, of which the last counts: of equal hosts, and of others."""
 
-_FEW, _FEWEST, _FEW_WORKERS = 4, 2, 32
+_FEW, _FEWEST, _FEW_WORKERS = 4, 2, 128
 """Workers of a host that represent more of them, up to so many workers in all and beyond."""
 
 _STEPS = 8
