@@ -135,7 +135,8 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
 
 def predicted_s(args: argparse.Namespace, name: str) -> float:
     """Return the seconds of a row's iteration in virtual time, on this machine's processors."""
-    tensors, layers = [], []
+    tensors: list[TensorSpec] = []
+    layers: list[simulator.TimedLayer] = []
     for block in stack():
         first = len(tensors)
         tensors += [

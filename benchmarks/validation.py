@@ -8,11 +8,11 @@ A cell of the grid is a model in a setting of the lab: real workers, sockets and
 paced compute. Its strategies then run in virtual time, with the same plan, schedule and machine, on
 links of the same rate less headers, and on as many processors, which all hosts share
 (`wingbeat_lab.bench.simulated`). Costs of the simulator come from measurements of single
-operations, never from these runs. ``HELD_BACK`` names the cells at which nobody looks while costs
-are changed; they are reported apart.
+operations, never from these runs. ``HELD_BACK`` names the cells that are not read while costs are
+changed; they are reported apart.
 
 A run that was interrupted goes on where it ended: cells of the same commit in the JSON are kept.
-``--kept`` predicts anew beside the measurements of a report, and measures nothing.
+``--kept`` predicts again beside the measurements of a report, and measures nothing.
 
 Exit code 1 if the median error of a group is more than 4%, one is more than 10%, or two strategies
 of a cell that differ by more than 4% are ranked wrongly.
@@ -59,7 +59,9 @@ class Setting:
 
     def of(self, rate: float) -> str:
         """Return the lab's text for a model's rate."""
-        return self.lab.format(rate=f"{rate * self.share:g}mbit", slow=f"{rate / 2.5:g}mbit")
+        return self.lab.format(
+            rate=f"{rate * self.share:g}mbit", slow=f"{rate * self.share / 2.5:g}mbit"
+        )
 
 
 SETTINGS = {
@@ -67,7 +69,7 @@ SETTINGS = {
     "fast, 2 a host": Setting("star:3@{rate},prio=2", share=2.5, per_host=2, part=0.6),
     "4 a host": Setting("star:2@{rate},prio=2", per_host=4, part=0.6),
     "two NICs": Setting("star:4x2@{rate},prio=2", share=0.6),
-    "uneven": Setting("star:4@{rate},h3@{slow},prio=2", share=1.2, apart=True),
+    "uneven": Setting("star:4@{rate},h3@{slow},prio=2", share=2, apart=True),
     "fat-tree": Setting("fat-tree:4/2@{rate}+{rate},prio=2", share=1.2),
 }
 
@@ -98,16 +100,16 @@ HELD_BACK = (
     ("bert_base", "fast, 2 a host"),
     ("alexnet", "two NICs"),
 )
-"""Cells that are not looked at while costs are changed."""
+"""Cells that are not read while costs are changed."""
 
 STRATEGIES = {
     "allreduce": "allreduce",
     "dear": "dear:plan=fixed",
-    "dear, merged": "dear:plan=merged,steps=3",
+    "dear, merged": "dear:plan=merged,steps=1",
     "dear, sketch": "dear:plan=fixed,compression=sketch:auto_disable=false",
     "allreduce, sketch@4": "allreduce:compression=sketch@4:auto_disable=false",
     "allreduce, low rank": "allreduce:compression=lowrank@1:auto_disable=false",
-    "omgs": "omgs:merge=exact,steps=3,compression=topk@0.01:auto_disable=false",
+    "omgs": "omgs:merge=exact,steps=1,compression=topk@0.01:auto_disable=false",
     "geryon": "geryon",
     "canary": "canary:s=2,p=none,colayers=8,compression=fp32",
     "ripples": "ripples",
@@ -122,7 +124,7 @@ APART = ("canary", "ripples", "adpsgd", "local steps")
 """Strategies without lockstep: means of more iterations, in a turn of their own."""
 
 FEW = {"iterations": 4, "rounds": 2, "warmup": 1}
-MANY = {"iterations": 12, "rounds": 1, "warmup": 2}
+MANY = {"iterations": 8, "rounds": 1, "warmup": 2}
 """Timed iterations of a strategy in its turns; local steps need whole periods."""
 
 Row = dict[str, Any]
@@ -249,7 +251,9 @@ def benches(args: argparse.Namespace, model: str, setting: str) -> Iterator[Benc
                 strategies=tuple(STRATEGIES[each] for each in names),
                 per_host=lab.per_host,
                 measure=False,
-                **counts,
+                iterations=counts["iterations"],
+                rounds=counts["rounds"],
+                warmup=counts["warmup"],
             )
 
 

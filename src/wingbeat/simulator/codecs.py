@@ -119,6 +119,24 @@ def _of_regions(parts: tuple[Region, ...], span: Span) -> Seconds:
     return Seconds(encode, decode)
 
 
+class Slowed(NamedTuple):
+    """Seconds of a codec: those of a processor, and those in which it is idle after them."""
+
+    busy: float = 0.0
+    idle: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.busy + self.idle
+
+
+def slowed(seconds: float, factor: float, idle: float, fixed_s: float = 0.0) -> Slowed:
+    """Return ``seconds`` times ``factor``, with a share of ``idle``, and fixed ones."""
+    whole = seconds * factor
+    return Slowed(fixed_s + whole * (1 - idle), whole * idle)
+
+
 @dataclass(frozen=True, slots=True)
 class FactorsSent:
     """The two sums of a bucket's low-rank factors, and the seconds of their arithmetic.
@@ -126,18 +144,18 @@ class FactorsSent:
     Attributes:
         first: elements of the first all-reduce: dense gradients and the thin factors.
         second: elements of the second one.
-        begin_s: training thread, before the first.
-        between_s: a thread of its own, between the two.
-        keep_s: the same thread, while the second is on the way.
-        end_s: training thread, when the result is needed.
+        begin: training thread, before the first.
+        between: a thread of its own, between the two.
+        keep: the same thread, while the second is on the way.
+        end: training thread, when the result is needed.
     """
 
     first: int
     second: int
-    begin_s: float
-    between_s: float
-    keep_s: float
-    end_s: float
+    begin: Slowed
+    between: Slowed
+    keep: Slowed
+    end: Slowed
 
 
 def packing_of(wire: str | Coded, parameters: Parameters) -> Packing | None:
@@ -147,13 +165,24 @@ def packing_of(wire: str | Coded, parameters: Parameters) -> Packing | None:
     return Packing(codecs.Coding(list(regions(wire, parameters, _FINAL))))
 
 
-def factors_sent(wire: Coded, parameters: Parameters, factor: float) -> FactorsSent:
+_FIXED_S = (17e-6, 48e-6, 35e-6, 60e-6)
+_OF_BYTE = (
+    (0.135e-9, 0.030e-9),
+    (0.035e-9, 0.042e-9),
+    (0.135e-9, 0.022e-9),
+    (0.025e-9, 0.047e-9),
+)
+"""Seconds of the four steps of low rank: for each matrix; for each byte, and times the rank."""
+
+
+def factors_sent(wire: Coded, parameters: Parameters, factor: float, idle: float) -> FactorsSent:
     """Return the factors of a bucket, whose codec is summed.
 
-    ``factor`` applies to the seconds that grow with a matrix, not to those of each.
+    ``factor`` applies to the seconds that grow with a matrix, not to those of each; the processor
+    is idle in a share of them.
     """
-    beside = thin = wide = 0
-    begin = between = keep = end = 0.0
+    beside = thin = wide = matrices = 0
+    grown = [0.0] * len(_OF_BYTE)
     for name, shape in parameters:
         options = options_of(for_parameter(wire, name))
         rows, cols = options.matrix_of(shape)
@@ -161,10 +190,11 @@ def factors_sent(wire: Coded, parameters: Parameters, factor: float) -> FactorsS
         if not rows:
             beside += numel
             continue
-        thin, wide = thin + rank * rows, wide + rank * cols
-        nbytes = factor * numel * ITEMSIZE
-        begin += nbytes * (0.135e-9 + 0.030e-9 * rank) + 17e-6
-        between += nbytes * (0.035e-9 + 0.042e-9 * rank) + 48e-6
-        keep += nbytes * (0.135e-9 + 0.022e-9 * rank) + 35e-6
-        end += nbytes * (0.025e-9 + 0.047e-9 * rank) + 60e-6
-    return FactorsSent(beside + thin + 1, wide, begin, between, keep, end)
+        thin, wide, matrices = thin + rank * rows, wide + rank * cols, matrices + 1
+        for step, (once, of_rank) in enumerate(_OF_BYTE):
+            grown[step] += numel * ITEMSIZE * (once + of_rank * rank)
+    steps = (
+        slowed(seconds, factor, idle, matrices * fixed_s)
+        for seconds, fixed_s in zip(grown, _FIXED_S, strict=True)
+    )
+    return FactorsSent(beside + thin + 1, wide, *steps)

@@ -33,8 +33,10 @@ from wingbeat.simulator.codecs import (
     FactorsSent,
     Packing,
     Seconds,
+    Slowed,
     factors_sent,
     packing_of,
+    slowed,
 )
 from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
@@ -178,7 +180,8 @@ class Lane:
     def _code(self, seconds: float, over: Callable[[], None]) -> None:
         """Encode or decode for so many seconds, if any."""
         if seconds:
-            code(seconds * self._work.codecs, self._work, self._cores, self._agenda, over)
+            work = self._work
+            code(slowed(seconds, work.codecs, work.codecs_idle), self._cores, self._agenda, over)
         else:
             over()
 
@@ -250,16 +253,13 @@ class Lane:
             self._agenda.at(self._agenda.now, resume)
 
 
-def code(
-    seconds: float, work: Work, cores: Cores, agenda: Agenda, over: Callable[[], None]
-) -> None:
-    """Call ``over`` after work of a codec, which takes so many ``seconds``."""
-    idle = seconds * work.codecs_idle
+def code(work: Slowed, cores: Cores, agenda: Agenda, over: Callable[[], None]) -> None:
+    """Call ``over`` after work of a codec."""
 
     def busy_over() -> None:
-        agenda.at(agenda.now + idle, over)
+        agenda.at(agenda.now + work.idle, over)
 
-    cores.work(seconds - idle, busy_over if idle else over)
+    cores.work(work.busy, busy_over if work.idle else over)
 
 
 class Waitable(Protocol):
@@ -274,13 +274,13 @@ class Waitable(Protocol):
 class Exchange(ABC):
     """The interface on which a worker's schedule starts operations."""
 
-    def before_s(self, operation: Operation, bucket: int) -> float:  # noqa: ARG002
-        """Return the seconds of the training thread before an operation is started."""
-        return 0.0
+    def before(self, operation: Operation, bucket: int) -> Slowed:  # noqa: ARG002
+        """Return a codec's work of the training thread before an operation is started."""
+        return Slowed()
 
-    def after_s(self, bucket: int) -> float:  # noqa: ARG002
-        """Return those after the operation that was started last; 0 if they were returned."""
-        return 0.0
+    def after(self, bucket: int) -> Slowed:  # noqa: ARG002
+        """Return that after the operation that was started last; none if it was returned."""
+        return Slowed()
 
     def announce(self) -> Sequence[Waitable]:
         """Start to tell all workers how this one will use its gradients."""
@@ -319,7 +319,7 @@ class Collectives(Exchange):
         self._topology, self._mesh = topology, mesh or Mesh()
         self._wire, self._work = wire, work
         self._agenda, self._cores = agenda, cores or Cores(agenda)
-        self._decoding: deque[tuple[float, Later]] = deque()
+        self._decoding: deque[tuple[Slowed, Later]] = deque()
         self._turns: deque[Callable[[], None]] = deque()
         self._speeds = links.speeds(hosts or workers)
         ring = isinstance(topology, Ring | Hierarchical) and not getattr(topology, "direct", False)
@@ -333,21 +333,21 @@ class Collectives(Exchange):
             for first in (0, links.count)
         )
         self._last: dict[int, Sequence[Collective | Later]] = {}
-        self._after_s: dict[int, float] = {}
+        self._after: dict[int, Slowed] = {}
 
-    def before_s(self, operation: Operation, bucket: int) -> float:
-        """Return the seconds to encode a bucket that all others receive, or its first factors."""
+    def before(self, operation: Operation, bucket: int) -> Slowed:
+        """Return the work to encode a bucket that all others receive, or its first factors."""
         if self._wire_of(operation) == "":
-            return 0.0
+            return Slowed()
         if self._factored:
-            return self._factors(bucket).begin_s
+            return self._factors(bucket).begin
         if self._gathers(operation):
-            return self._whole(bucket).encode * self._work.codecs
-        return 0.0
+            return self._slowed(self._whole(bucket).encode)
+        return Slowed()
 
-    def after_s(self, bucket: int) -> float:
-        """Return the seconds to compute a bucket from its factors, once."""
-        return self._after_s.pop(bucket, 0.0)
+    def after(self, bucket: int) -> Slowed:
+        """Return the work to compute a bucket from its factors, once."""
+        return self._after.pop(bucket, Slowed())
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:
         """Start an operation on a bucket."""
@@ -384,7 +384,11 @@ class Collectives(Exchange):
 
     def _factors(self, bucket: int) -> FactorsSent:
         assert isinstance(self._wire, Coded)
-        return factors_sent(self._wire, self._buckets.parameters[bucket], self._work.codecs)
+        parameters, work = self._buckets.parameters[bucket], self._work
+        return factors_sent(self._wire, parameters, work.codecs, work.codecs_idle)
+
+    def _slowed(self, seconds: float) -> Slowed:
+        return slowed(seconds, self._work.codecs, self._work.codecs_idle)
 
     def _whole(self, bucket: int) -> Seconds:
         packing = self._packing(bucket)
@@ -428,12 +432,12 @@ class Collectives(Exchange):
         row = -(-packing.nbytes(Span(0, self._buckets.numel[bucket])) // 8) * 8
         parts = self._start_bytes("all_gather", self._workers * row, self._lanes)
         payloads = 1 + (self._workers - 1) * ADDED
-        decode_s = payloads * self._whole(bucket).decode * self._work.codecs
+        work = self._slowed(payloads * self._whole(bucket).decode)
         later = Later(self._agenda)
         self._last[bucket] = [later]
 
         def arrived() -> None:
-            self._decoding.append((decode_s, later))
+            self._decoding.append((work, later))
             if len(self._decoding) == 1:
                 self._decode()
 
@@ -441,7 +445,7 @@ class Collectives(Exchange):
 
     def _decode(self) -> None:
         """Decode what has arrived, one bucket after the other."""
-        seconds, later = self._decoding[0]
+        work, later = self._decoding[0]
 
         def decoded() -> None:
             self._decoding.popleft()
@@ -449,7 +453,7 @@ class Collectives(Exchange):
             if self._decoding:
                 self._decode()
 
-        code(seconds, self._work, self._cores, self._agenda, decoded)
+        code(work, self._cores, self._agenda, decoded)
 
     def _sum_factors(self, bucket: int) -> None:
         """Sum thin factors, compute the second ones in a thread of their own, and sum these.
@@ -457,7 +461,7 @@ class Collectives(Exchange):
         The thread takes one bucket after the other, in the order in which they began.
         """
         sent, later = self._factors(bucket), Later(self._agenda)
-        self._last[bucket], self._after_s[bucket] = [later], sent.end_s
+        self._last[bucket], self._after[bucket] = [later], sent.end
         first, second = (self._padded(numel) * ITEMSIZE for numel in (sent.first, sent.second))
         arrived = Later(self._agenda)
         when_all(self._start_bytes("all_reduce", first, self._lanes), arrived.end)
@@ -467,7 +471,7 @@ class Collectives(Exchange):
 
         def between() -> None:
             if sent.second:
-                code(sent.between_s, self._work, self._cores, self._agenda, summed)
+                code(sent.between, self._cores, self._agenda, summed)
             else:
                 later.end()
                 self._end_turn()
@@ -476,7 +480,7 @@ class Collectives(Exchange):
             parts = self._start_bytes("all_reduce", second, self._second)
             kept = Later(self._agenda)
             when_all([*parts, kept], later.end)
-            code(sent.keep_s, self._work, self._cores, self._agenda, partial(after, kept))
+            code(sent.keep, self._cores, self._agenda, partial(after, kept))
 
         def after(kept: Later) -> None:
             kept.end()

@@ -36,6 +36,7 @@ from wingbeat.schedules.events import (
 from wingbeat.schedules.intents import Answer, Intent
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import SLACK_S, Coding, Links, Traffic, Work, coding_of
+from wingbeat.simulator.codecs import Slowed
 from wingbeat.simulator.exchange import Collectives, Exchange, SimulationContext, Waitable
 from wingbeat.simulator.merging import merged_buckets
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of, layers_of, shard_of
@@ -217,12 +218,12 @@ class Worker:
         match command:
             case Start(operation, bucket, chained):
                 yield Busy(self._work.start_s)
-                yield from self._code(self._exchange.before_s(operation, bucket))
+                yield from self._code(self._exchange.before(operation, bucket))
                 self._record(self._agenda.now, self._rank, operation.value, bucket)
                 self._exchange.start(operation, bucket, chained)
             case Wait(bucket):
                 yield from self._exchange.under_way(bucket)
-                yield from self._code(self._exchange.after_s(bucket))
+                yield from self._code(self._exchange.after(bucket))
             case Update(bucket):
                 self._record(self._agenda.now, self._rank, "update", bucket)
                 numel, count = self._buckets.numel[bucket], self._buckets.members[bucket]
@@ -245,11 +246,10 @@ class Worker:
                 return Answer((intent,) * self._shards, used)  # all workers do the same
         return None
 
-    def _code(self, seconds: float) -> Iterator[Pause]:
+    def _code(self, work: Slowed) -> Iterator[Pause]:
         """Encode or decode."""
-        idle = seconds * self._work.codecs_idle
-        yield Busy(seconds - idle)
-        yield idle
+        yield Busy(work.busy)
+        yield work.idle
 
     def _update_s(self, numel: float, count: float) -> Busy:
         work = self._work

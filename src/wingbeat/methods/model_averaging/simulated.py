@@ -268,12 +268,12 @@ class _Job:
             for column in range(self._inside)
         ]
         # All processes of a replica encode at the same time, each on a processor of its own.
-        encoded = self.agenda.now + columns[0].before_s(Operation.ALL_REDUCE, 0)
+        encoded = self.agenda.now + columns[0].before(Operation.ALL_REDUCE, 0).seconds
 
         def start() -> None:
             for each in columns:
                 each.start(Operation.ALL_REDUCE, 0, chained=False)
-            after_s = columns[0].after_s(0)
+            after_s = columns[0].after(0).seconds
             parts = [part for each in columns for part in each.under_way(0)]
             when_all(parts, lambda: self.agenda.at(self.agenda.now + after_s, over))
 
