@@ -71,9 +71,10 @@ def test_code_of_strategy_makes_the_strategy(text: str) -> None:
     assert given == [(None, None, strategy)]
 
 
-def test_ddp_passes_each_host_twice_as_much_as_sums_inside_hosts() -> None:
+@pytest.mark.parametrize("slow", [{}, {0: 1.5}])
+def test_ddp_passes_each_host_more_than_sums_inside_hosts(slow: dict[int, float]) -> None:
     model = simulator_model(dense_profile())
-    cluster = Cluster(links=Links(bytes_per_s=1e8), layout=Layout.even(2, 4))
+    cluster = Cluster(links=Links(bytes_per_s=1e8), layout=Layout.even(2, 4), slow=slow)
     flat = predict(BASELINES["ddp"], model, cluster).bytes_per_host
     inside_first = predict(parse("allreduce"), model, cluster).bytes_per_host
     # 2 * 7/8 of the gradients over eight ranks, 2 * 1/2 over two hosts.

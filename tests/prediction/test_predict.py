@@ -68,6 +68,8 @@ def test_predict_slow_host_slows_exact_strategies_and_not_pairs() -> None:
     for strategy, least, most in ((AllReduce(), 2.0, 3.1), (ADPSGD(), 1.0, 1.6)):
         base, slowed = predict(strategy, model(), cluster()), predict(strategy, model(), slow)
         assert least < slowed.iteration_s / base.iteration_s < most
+    found = predict(AllReduce(), model(), slow)
+    assert found.exposed_s == pytest.approx(found.iteration_s - 3.0 * COMPUTE_S)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,13 @@ def test_predict_few_workers_of_a_host_represent_all(
     run = simulate(model(), strategy, 8 * hosts, LINKS, layout=described.layout, iterations=2)
     assert found.iteration_s == pytest.approx(run.iterations_s[-1], rel=time_off)
     assert found.bytes_per_host == pytest.approx(run.bytes_per_host, rel=bytes_off)
+
+
+def test_predict_spread_of_measured_rates_widens_the_interval() -> None:
+    sure, unsure = (predict(AllReduce(), model(), cluster(spread=each)) for each in (0.0, 0.1))
+    assert unsure.iteration_s == sure.iteration_s
+    assert unsure.low_s == pytest.approx(sure.low_s / 1.1)
+    assert unsure.high_s == pytest.approx(sure.high_s * 1.1)
 
 
 def test_rank_sorts_by_time_and_lists_what_it_refuses() -> None:
