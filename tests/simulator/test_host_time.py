@@ -58,6 +58,16 @@ def test_a_thread_that_is_late_catches_up() -> None:
     assert made.median_s == pytest.approx(forward + backward, rel=1e-3)
 
 
+def test_a_device_that_was_late_before_a_wait_still_catches_up() -> None:
+    layers = (TimedLayer(1e-3, 1e-3, (0,)), TimedLayer(1e-5, 1e-5, (1,)))
+    own = Model(layers, model().tensors[:2])
+    work = replace(FREE, launch_s=0.3e-3, hook_s=1e-3)
+    made = simulate(own, baselines.parse("allreduce:plan=none"), 1, FAST, work=work)
+    # Backward: 0.3 ms for the short layer, 0.29 of them late; a hook; the long layer; a hook.
+    backward = 0.3e-3 + 1e-3 + (1e-3 - 0.29e-3) + 1e-3
+    assert made.median_s == pytest.approx(1.3e-3 + backward, rel=1e-6)
+
+
 @pytest.mark.parametrize(("hook_s", "delayed"), [(0.04e-3, False), (0.2e-3, True)])
 def test_hooks_delay_the_device_beyond_its_queue(hook_s: float, delayed: bool) -> None:
     """A bucket of all ten gradients at the end, or one of each: all at once is beyond the slack."""

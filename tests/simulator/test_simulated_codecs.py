@@ -13,9 +13,10 @@ from wingbeat.codecs.codec import Dense, HalfCodec, SketchCodec
 from wingbeat.codecs.coding import Region
 from wingbeat.codecs.lowrank import LowRankCodec
 from wingbeat.codecs.topk import TopKCodec
+from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.simulator import Links, Model, Run, TimedLayer, Traffic, Work, simulate
-from wingbeat.simulator.codecs import ADDED, CAST, SKETCH, SKETCH_4, seconds_of
+from wingbeat.simulator.codecs import ADDED, CAST, SKETCH, SKETCH_4, factors_sent, seconds_of
 from wingbeat.types import Layout, Span, TensorSpec, blocks_of
 from wingbeat_lab import baselines, paced
 
@@ -150,20 +151,6 @@ def test_an_owner_decodes_each_contribution_and_encodes_the_sum_once() -> None:
         assert made.median_s == pytest.approx(wanted, rel=0.02)
 
 
-def test_values_that_are_sketched_faster_take_less_to_encode_and_not_to_decode() -> None:
-    usual, faster = (
-        run("allreduce:compression=sketch", links=FAST, work=replace(FREE, codecs=1.0, sketch=each))
-        for each in (1.0, 0.5)
-    )
-    less = 4 * NUMEL * SKETCH.encode / 2
-    assert usual.median_s - faster.median_s == pytest.approx(less, rel=0.02)
-    topk = [
-        run("allreduce:compression=topk@0.01", links=FAST, work=replace(FREE, sketch=each)).median_s
-        for each in (1.0, 0.5)
-    ]
-    assert topk[0] == topk[1]
-
-
 def test_gathered_payloads_are_encoded_by_the_training_thread_and_decoded_beside() -> None:
     work = replace(FREE, codecs=1.0)
     made = run("allreduce:compression=topk@0.01", links=FAST, work=work)
@@ -183,6 +170,21 @@ def test_slower_codecs_take_in_proportion(wire: str) -> None:
     fixed = 160e-6 if wire == "lowrank@2" else 0.0
     assert once > 1e-5
     assert twice - fixed == pytest.approx(2 * (once - fixed), rel=1e-3)
+
+
+def test_what_each_matrix_costs_is_work_of_a_processor_however_codecs_are_slowed() -> None:
+    wire = baselines.parse("allreduce:compression=lowrank@2").wire
+    assert isinstance(wire, Coded)
+    parameters = [("a", (64, 32)), ("b", (64, 32))]
+    usual = factors_sent(wire, parameters[:1], 1.0, 0.0)
+    slow, both = (factors_sent(wire, parameters[:count], 10.0, 0.9) for count in (1, 2))
+    for name in ("begin", "between", "keep", "end"):
+        plain, slowed = getattr(usual, name), getattr(slow, name)
+        # A processor works as long, and is idle for nine times what grows with the matrix.
+        assert slowed.busy == pytest.approx(plain.busy)
+        assert plain.idle == 0
+        assert 0 < slowed.idle < 9 * plain.busy / 2
+        assert getattr(both, name).seconds == pytest.approx(2 * slowed.seconds)
 
 
 def test_workers_of_a_host_wait_for_its_processors() -> None:

@@ -119,7 +119,6 @@ class Work:
             nothing.
         codecs: factor of the seconds of codecs in collectives, which are those of one core
             (`wingbeat.simulator.codecs`).
-        sketch: factor, besides, of the seconds to encode a sketch, which depend on the values.
         codecs_idle: share of these in which the processor is idle, where codecs are slowed.
         inside_s: training thread, for each gather or sum of a layer inside a replica.
         inside_s_per_byte: the same, for each of its bytes.
@@ -142,7 +141,6 @@ class Work:
     start_s: float = 0.0
     launch_s: float = 0.0
     codecs: float = 1.0
-    sketch: float = 1.0
     codecs_idle: float = 0.0
     inside_s: float = 0.0
     inside_s_per_byte: float = 0.0

@@ -82,12 +82,6 @@ class Packing(NamedTuple):
     coding: codecs.Coding | None = None
 
     @property
-    def sketches(self) -> bool:
-        """Whether tensors are sketched."""
-        parts = () if self.coding is None else self.coding.regions
-        return any(isinstance(region.codec, SketchCodec) for region in parts)
-
-    @property
     def bytes_per_element(self) -> float:
         """Approximate; 0 if blocks should not be divided."""
         return 2.0 if self.coding is None else self.coding.bytes_per_element

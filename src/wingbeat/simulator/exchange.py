@@ -195,13 +195,10 @@ class Lane:
         if packing is None or span in task.encoded:
             return 0.0
         seconds = packing.seconds(span)
-        if packing.coding is None:
+        if packing.coding is None or not task.rounded.overlaps(span):
             return seconds.encode
-        encode = seconds.encode * (self._work.sketch if packing.sketches else 1.0)
-        if not task.rounded.overlaps(span):
-            return encode
         task.encoded.add(span)
-        return encode + seconds.decode
+        return sum(seconds)
 
     def _decode_s(self, task: Collective, transfer: Transfer) -> float:
         """Return the seconds to unpack a chunk, and to add it in the same pass."""
