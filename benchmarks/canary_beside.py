@@ -23,26 +23,22 @@ import argparse
 import functools
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import beside
 from common import run_and_judge, write
 
-from wingbeat import Strategy, simulator
-from wingbeat.methods.bounded_staleness.bound import StalenessBound
+from wingbeat import simulator
 from wingbeat.parts import Bounded, ExchangePart
 from wingbeat.simulator.run import Sleeps
 from wingbeat_lab.bench import slow
 from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender
+from wingbeat_lab.bench.simulated import AFTER, bound_of, timed
 
 FIGURES = ("23", "20")
 SPAN_S = 0.05
-ROUNDING = 1e-6
-AFTER = 3
-"""Iterations after the timed ones, so that workers still train when the last timed one ends."""
 
 
 def main() -> int:
@@ -78,7 +74,7 @@ def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> besid
     workers, links = checked.workers, beside.links_of(checked)
     traffic = simulator.Traffic(SPAN_S)
     run = simulator.simulate_bounded(
-        beside.model_of(checked), bound_of_row(strategy), workers, links,
+        beside.model_of(checked), bound_of(strategy), workers, links,
         gradients=(lead + count + AFTER) * workers,
         network="bcube" if checked.lab.kind == "bcube" else "star",
         coding=simulator.coding_of(strategy.wire), work=work, sleeps=sleeps, traffic=traffic,
@@ -89,33 +85,6 @@ def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> besid
     # The lab counts bytes of whole iterations, of which this may be one more or less.
     made = statistics.fmean(sum(begin <= when < end for when, _ in each) for each in run.begun)
     return beside.Predicted((end - begin) / count, sum(used) * SPAN_S / made)
-
-
-def timed(
-    begun: Sequence[Sequence[tuple[float, float]]], lead: int, count: int
-) -> tuple[float, float]:
-    """Return when so many iterations began and ended, as in a bench.
-
-    Each worker starts to count after ``lead`` iterations of its own. It has ``count`` of them once
-    as many more are in its weights, between two of its own; the last worker counts.
-
-    Args:
-        begun: by worker and iteration: when, and what was applied, from `StaleRun`.
-    """
-    begins = [each[lead] for each in begun]
-    ends = [
-        next(when for when, applied in each if applied - before > count - ROUNDING)
-        for each, (_, before) in zip(begun, begins, strict=True)
-    ]
-    return max(when for when, _ in begins), max(ends)
-
-
-def bound_of_row(strategy: Strategy) -> StalenessBound:
-    """Return the row's thresholds."""
-    bounded, colayers = strategy.exchange, strategy.plan.fusion().layers
-    assert isinstance(bounded, Bounded), "it was asked for"
-    p = bounded.exchanged(colayers)
-    return StalenessBound(bounded.s, p, colayers, bounded.in_flight)
 
 
 def work_of(args: argparse.Namespace, exchange: ExchangePart) -> simulator.Work:

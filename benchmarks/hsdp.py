@@ -29,9 +29,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import wingbeat
+from wingbeat import simulator
 from wingbeat.errors import LabError
 from wingbeat.strategies import parse
+from wingbeat.types import TensorSpec
 from wingbeat_lab import lab
+from wingbeat_lab.bench import simulated
 from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.bench.traffic import Sent
 
@@ -92,6 +95,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     rows, first = report["rows"], report["rows"][REFERENCE]
     cells, missed = [], []
     for name, row in rows.items():
+        row["virtual_s"] = None if name == REFERENCE else predicted_s(args, name)
         row["of_time"] = statistics.median(
             own / other for own, other in zip(row["s"], first["s"], strict=True)
         )
@@ -103,6 +107,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
                 f"{row['of_time']:.2f}",
                 f"{row['bytes'] / 1e6:.1f}",
                 f"{row['of_bytes']:.2f}",
+                "" if row["virtual_s"] is None else f"{1e3 * row['virtual_s']:.0f}",
             )
         )
         limit = SKETCH_LIMIT if "sketch" in name else DENSE_LIMIT
@@ -110,7 +115,14 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
             missed.append(f"{name}: {row['of_bytes']:.2f} of HSDP's bytes, limit {limit}")
         if name != REFERENCE and row["of_time"] > DENSE_LIMIT:
             missed.append(f"{name}: {row['of_time']:.2f} of HSDP's time, limit {DENSE_LIMIT}")
-    columns = ("replicas exchange by", "iteration, ms", "of HSDP", "MB a host", "of HSDP's")
+    columns = (
+        "replicas exchange by",
+        "iteration, ms",
+        "of HSDP",
+        "MB a host",
+        "of HSDP's",
+        "virtual time, ms",
+    )
     title = f"FSDP2 in replicas of {args.per_host} processes on {args.lab}"
     notes = [
         f"{report['parameters'] / 1e6:.1f} M parameters; medians of {args.rounds} turns of "
@@ -119,6 +131,30 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     show(report, Printed.of(title, columns, cells, notes))
     write(args.json, report)
     return missed
+
+
+def predicted_s(args: argparse.Namespace, name: str) -> float:
+    """Return the seconds of a row's iteration in virtual time, on this machine's processors."""
+    tensors: list[TensorSpec] = []
+    layers: list[simulator.TimedLayer] = []
+    for block in stack():
+        first = len(tensors)
+        tensors += [
+            TensorSpec(f"{len(layers)}.{key}", tuple(each.shape), "float32", 4)
+            for key, each in block.named_parameters()
+        ]
+        layers.append(simulator.TimedLayer(0.0, 0.0, tuple(range(first, len(tensors)))))
+    spec = lab.LabSpec.parse(args.lab)
+    return simulator.simulate(
+        simulator.Model(tuple(layers), tuple(tensors)),
+        parse(name),
+        spec.hosts,
+        simulated.links_of(spec),
+        work=simulated.work_inside(args.per_host),
+        inside=args.per_host,
+        cores=simulated.machine_cores(),
+        one_machine=True,
+    ).median_s
 
 
 # -- a worker -----------------------------------------------------------------------------

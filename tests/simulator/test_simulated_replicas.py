@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from wingbeat.errors import UsageError
@@ -68,6 +70,18 @@ def test_layers_are_gathered_twice_and_reduced_once_inside(inside: int) -> None:
     assert made.median_s == pytest.approx(3 * share * NBYTES / 1e9, rel=0.01)
     alone = run("allreduce", inside, replicas=1, links=FAST, local=local)
     assert alone.median_s == pytest.approx(made.median_s, rel=0.01)
+
+
+def test_exchanges_inside_take_processor_time_which_one_machine_shares() -> None:
+    work = replace(FREE, inside_s=1e-3, inside_s_per_byte=1e-9)
+    options: dict = {"links": FAST, "work": work, "cores": 1}
+    once = 3 * (1e-3 + NBYTES * 1e-9)
+    for inside in (2, 4):
+        # The processes of a replica share its processor.
+        made = run("allreduce", inside, **options)
+        assert made.median_s == pytest.approx(inside * once, rel=0.05)
+        shared = run("allreduce", inside, one_machine=True, **options)
+        assert shared.median_s == pytest.approx(2 * inside * once, rel=0.05)
 
 
 @pytest.mark.parametrize("inside", [1, 2, 4])

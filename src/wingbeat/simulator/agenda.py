@@ -1,10 +1,9 @@
-"""Virtual time: a queue of scheduled actions, and processors that hosts share."""
+"""Virtual time: a queue of scheduled actions."""
 
 from __future__ import annotations
 
 import gc
 import heapq
-from collections import deque
 from collections.abc import Callable
 
 _YOUNG = 50_000
@@ -49,51 +48,3 @@ class Agenda:
     def stop(self) -> None:
         """Stop after the current action."""
         self._stopped = True
-
-
-class Busy(float):
-    """Seconds that occupy a processor."""
-
-
-class Cores:
-    """Runs work on ``count`` processors in FIFO order; None: each thread has its own."""
-
-    def __init__(self, agenda: Agenda, count: int | None = None) -> None:
-        self._agenda, self._free = agenda, count
-        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
-
-    @property
-    def unlimited(self) -> bool:
-        """Whether each thread has a processor."""
-        return self._free is None
-
-    def spend(self, seconds: float, over: Callable[[], None]) -> bool:
-        """Work, as the last thing that an action does; return True if nothing is due meanwhile.
-
-        The work is done then. Otherwise ``over`` is called when it is.
-        """
-        if self._free != 0 and self._agenda.skip(self._agenda.now + seconds):
-            return True
-        self.work(seconds, over)
-        return False
-
-    def work(self, seconds: float, over: Callable[[], None]) -> None:
-        """Call ``over`` when ``seconds`` of work are done."""
-        if self._free is None:
-            self._agenda.at(self._agenda.now + seconds, over)
-        elif self._free:
-            self._free -= 1
-            self._begin(seconds, over)
-        else:
-            self._waiting.append((seconds, over))
-
-    def _begin(self, seconds: float, over: Callable[[], None]) -> None:
-        self._agenda.at(self._agenda.now + seconds, lambda: self._end(over))
-
-    def _end(self, over: Callable[[], None]) -> None:
-        if self._waiting:
-            self._begin(*self._waiting.popleft())
-        else:
-            assert self._free is not None, "they are counted"
-            self._free += 1
-        over()

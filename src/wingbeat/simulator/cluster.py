@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from wingbeat.compression import Coded, Sketch, options_of
 from wingbeat.errors import UsageError
+from wingbeat.simulator import codecs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,12 @@ class Links:
         return self.leaf > 0 and source // self.leaf != target // self.leaf
 
 
+SLACK_S = 0.5e-3
+"""Seconds between layers in which other work of the training thread delays nothing, with
+`Work.launch_s`: the device has operations in its queue. It is that of paced models.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Processor time of communication, in seconds.
@@ -105,9 +112,19 @@ class Work:
             stays on a host takes the time of `wingbeat.simulator.network.LOCAL`, sums included.
         add_s_per_byte: the same thread, and a server, for each byte added to a sum.
         fill_s_per_byte: training thread, for each gradient byte copied into a bucket.
+        hook_s: training thread, for each gradient that is ready.
+        start_s: the same, for each operation on a bucket that it starts.
+        launch_s: training thread, for each layer in forward and each parameter in backward, while
+            its time on the device passes; a thread that is late by less than `SLACK_S` delays
+            nothing.
         codecs: factor of the seconds of codecs in collectives, which are those of one core
             (`wingbeat.simulator.codecs`).
-        update_s_per_byte: training thread, for each parameter byte updated.
+        codecs_idle: share of these in which the processor is idle, where codecs are slowed.
+        inside_s: training thread, for each gather or sum of a layer inside a replica.
+        inside_s_per_byte: the same, for each of its bytes.
+        step_s: training thread, for each step of the optimizer, on all buckets or on one.
+        update_s: the same, for each parameter updated.
+        update_s_per_byte: the same, for each of its bytes.
         message_s: thread that pushes and pulls, and a server, for each message sent or received.
         message_s_per_byte: the same, for each byte sent or received.
         encrypt_s_per_byte: added to it if messages are encrypted.
@@ -120,7 +137,15 @@ class Work:
     wire_s_per_byte: float = 0.23e-9
     add_s_per_byte: float = 0.15e-9
     fill_s_per_byte: float = 0.1e-9
+    hook_s: float = 0.0
+    start_s: float = 0.0
+    launch_s: float = 0.0
     codecs: float = 1.0
+    codecs_idle: float = 0.0
+    inside_s: float = 0.0
+    inside_s_per_byte: float = 0.0
+    step_s: float = 0.0
+    update_s: float = 0.0
     update_s_per_byte: float = 0.4e-9
     message_s: float = 30e-6
     message_s_per_byte: float = 0.25e-9
@@ -155,11 +180,14 @@ class Coding:
             raise UsageError("Coding(): seconds for each byte are 0 or more")
 
 
-SKETCH = Coding(ratio=0.251, encode_s_per_byte=1 / 3.43e9, decode_s_per_byte=1 / 5.78e9)
-"""An 8-bit sketch on one core ("Codecs" in ``docs/results.md``)."""
+SKETCH = Coding(
+    ratio=0.251, encode_s_per_byte=codecs.SKETCH.encode, decode_s_per_byte=codecs.SKETCH.decode
+)
+"""An 8-bit sketch on one core, with the seconds of `wingbeat.simulator.codecs`."""
 
-
-SKETCH_4 = Coding(ratio=0.126, encode_s_per_byte=1 / 2.74e9, decode_s_per_byte=1 / 3.91e9)
+SKETCH_4 = Coding(
+    ratio=0.126, encode_s_per_byte=codecs.SKETCH_4.encode, decode_s_per_byte=codecs.SKETCH_4.decode
+)
 """A 4-bit sketch on one core."""
 
 _HALF = 0.5
@@ -167,7 +195,7 @@ _FEW_BITS = 4
 
 
 def coding_of(wire: str | Coded) -> Coding:
-    """Return the encoding of a strategy's ``wire`` on one core ("Codecs" in ``docs/results.md``).
+    """Return the encoding of a strategy's ``wire`` on one core.
 
     Raises:
         UsageError: the encoded size depends on tensor shapes, or differs between tensors.

@@ -1,9 +1,12 @@
 """What gradients are on the links, and the processor time to encode and decode them.
 
-Sizes are those of the codecs that training uses. Seconds are for each byte of float32 on one core:
-of `Sketch` and `TopK` from ``docs/results/codecs.json`` (2026-11-26), of others the shortest of
-five calls, in CPU time, on the same machine (AMD EPYC, 2026-11-27): a cast of 32 MB, low rank of a
-matrix of 2048 x 4096 at ranks 1 and 4, and for each matrix a 50th of 50 of 64 x 64.
+Sizes are those of the codecs that training uses. Seconds are for each byte of float32 on one core
+of an AMD EPYC: of `TopK` from ``docs/results/codecs.json`` (2026-11-26); of `Sketch` by
+``benchmarks/codecs.py --kernels native --numel 1500000``, a worker's part of a bucket of 25 MB
+(2026-11-27); of a cast of 32 MB the shortest of five calls, in CPU time. Low rank: CPU time of the
+four steps of `wingbeat.codecs.lowrank.Round` for all matrices of resnet50, vgg16 (a quarter) and
+bert_base (a quarter) in the order of training, the least of six turns, between the lines of ranks 1
+and 4; what each matrix costs, from those of resnet50 at a scale of 0.05.
 """
 
 from __future__ import annotations
@@ -37,11 +40,19 @@ class Seconds(NamedTuple):
 CAST = Seconds(0.065e-9, 0.149e-9)
 """A cast to bfloat16, and back with a sum. Scaled float16 is taken to cost the same."""
 
-SKETCH = Seconds(1 / 1.79e9, 1 / 8.99e9)
+SKETCH = Seconds(1 / 2.14e9, 1 / 12.6e9)
 """An 8-bit sketch with its residual."""
 
-SKETCH_4 = Seconds(1 / 1.68e9, 1 / 7.12e9)
+SKETCH_4 = Seconds(1 / 2.19e9, 1 / 8.56e9)
 """A 4-bit sketch with its residual."""
+
+ADDED = 1 / 3
+"""Share of the seconds to decode a gathered payload that the second and later ones take.
+
+These are added, and only their own elements are written: 0.010 to 0.033 ns for each byte of float32
+at a density of 0.01, where the first took 0.027 to 0.065 (`TopKCodec`, 0.35 to 6 million elements,
+2026-11-27).
+"""
 
 _FEW_BITS = 4
 
@@ -102,6 +113,24 @@ def _of_regions(parts: tuple[Region, ...], span: Span) -> Seconds:
     return Seconds(encode, decode)
 
 
+class Slowed(NamedTuple):
+    """Seconds of a codec: those of a processor, and those in which it is idle after them."""
+
+    busy: float = 0.0
+    idle: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.busy + self.idle
+
+
+def slowed(seconds: float, factor: float, idle: float, fixed_s: float = 0.0) -> Slowed:
+    """Return ``seconds`` times ``factor``, with a share of ``idle``, and fixed ones."""
+    whole = seconds * factor
+    return Slowed(fixed_s + whole * (1 - idle), whole * idle)
+
+
 @dataclass(frozen=True, slots=True)
 class FactorsSent:
     """The two sums of a bucket's low-rank factors, and the seconds of their arithmetic.
@@ -109,16 +138,18 @@ class FactorsSent:
     Attributes:
         first: elements of the first all-reduce: dense gradients and the thin factors.
         second: elements of the second one.
-        begin_s: training thread, before the first.
-        between_s: a thread of its own, between the two.
-        end_s: training thread, when the result is needed.
+        begin: training thread, before the first.
+        between: a thread of its own, between the two.
+        keep: the same thread, while the second is on the way.
+        end: training thread, when the result is needed.
     """
 
     first: int
     second: int
-    begin_s: float
-    between_s: float
-    end_s: float
+    begin: Slowed
+    between: Slowed
+    keep: Slowed
+    end: Slowed
 
 
 def packing_of(wire: str | Coded, parameters: Parameters) -> Packing | None:
@@ -128,13 +159,24 @@ def packing_of(wire: str | Coded, parameters: Parameters) -> Packing | None:
     return Packing(codecs.Coding(list(regions(wire, parameters, _FINAL))))
 
 
-def factors_sent(wire: Coded, parameters: Parameters, factor: float) -> FactorsSent:
+_FIXED_S = (17e-6, 48e-6, 35e-6, 60e-6)
+_OF_BYTE = (
+    (0.135e-9, 0.030e-9),
+    (0.035e-9, 0.042e-9),
+    (0.135e-9, 0.022e-9),
+    (0.025e-9, 0.047e-9),
+)
+"""Seconds of the four steps of low rank: for each matrix; for each byte, and times the rank."""
+
+
+def factors_sent(wire: Coded, parameters: Parameters, factor: float, idle: float) -> FactorsSent:
     """Return the factors of a bucket, whose codec is summed.
 
-    ``factor`` applies to the seconds that grow with a matrix, not to those of each.
+    ``factor`` applies to the seconds that grow with a matrix, not to those of each; the processor
+    is idle in a share of them.
     """
-    beside = thin = wide = 0
-    begin = between = end = 0.0
+    beside = thin = wide = matrices = 0
+    grown = [0.0] * len(_OF_BYTE)
     for name, shape in parameters:
         options = options_of(for_parameter(wire, name))
         rows, cols = options.matrix_of(shape)
@@ -142,9 +184,11 @@ def factors_sent(wire: Coded, parameters: Parameters, factor: float) -> FactorsS
         if not rows:
             beside += numel
             continue
-        thin, wide = thin + rank * rows, wide + rank * cols
-        nbytes = factor * numel * ITEMSIZE
-        begin += nbytes * (0.120e-9 + 0.014e-9 * rank) + 13e-6
-        between += nbytes * (0.032e-9 + 0.029e-9 * rank) + 36e-6
-        end += nbytes * (0.026e-9 + 0.042e-9 * rank) + 43e-6
-    return FactorsSent(beside + thin + 1, wide, begin, between, end)
+        thin, wide, matrices = thin + rank * rows, wide + rank * cols, matrices + 1
+        for step, (once, of_rank) in enumerate(_OF_BYTE):
+            grown[step] += numel * ITEMSIZE * (once + of_rank * rank)
+    steps = (
+        slowed(seconds, factor, idle, matrices * fixed_s)
+        for seconds, fixed_s in zip(grown, _FIXED_S, strict=True)
+    )
+    return FactorsSent(beside + thin + 1, wide, *steps)

@@ -26,12 +26,22 @@ from wingbeat.collectives.program import (
 )
 from wingbeat.compression import Coded, options_of
 from wingbeat.schedules.events import Operation
-from wingbeat.simulator.agenda import Agenda, Cores
+from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
-from wingbeat.simulator.codecs import FactorsSent, Packing, Seconds, factors_sent, packing_of
+from wingbeat.simulator.codecs import (
+    ADDED,
+    FactorsSent,
+    Packing,
+    Seconds,
+    Slowed,
+    factors_sent,
+    packing_of,
+    slowed,
+)
 from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.network import Carrier, Channel
+from wingbeat.simulator.processors import Cores
 from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring
 from wingbeat.types import Layout, Span, blocks_of
 
@@ -106,11 +116,16 @@ class _Peer(NamedTuple):
 
 
 class _Cost(NamedTuple):
-    """What a chunk takes: its channel, its bytes, and seconds of the lane to send or receive it."""
+    """What a chunk takes: its channel, its bytes, and seconds of the lane to send or receive it.
+
+    ``coded`` is the work to decode it before, if the codec's work has idle seconds; else
+    ``seconds`` has them.
+    """
 
     channel: Channel
     nbytes: int
     seconds: float
+    coded: Slowed | None = None
 
 
 class Lane:
@@ -141,7 +156,7 @@ class Lane:
         self._commands: Iterator[programs.Command[Collective]] = self._machine.commands()
         self._peers: dict[tuple[int, int], _Peer] = {}
         self._costs: dict[tuple[int, float], tuple[Program, dict[int, _Cost]]] = {}
-        self._receive_s = 0.0
+        self._receiving: _Cost | None = None
         self._resting = True
         self._submitted = 0
         # Bound once, as they are passed with each chunk.
@@ -191,31 +206,46 @@ class Lane:
     def _await_chunk(self, task: Collective, transfer: Transfer) -> bool:
         """Receive and apply a chunk; return whether that has to wait."""
         cost = task.costs.get(id(transfer)) or self._receive_cost(task, transfer)
-        self._receive_s = cost.seconds
+        self._receiving = cost
         when = cost.channel.receive(task.first_chunk + transfer.tag, self._arriving)
         if when is None:
             return True
         if when > self._agenda.now:
             self._await_arrival(when)
             return True
+        if cost.coded is not None:
+            self._decode(cost.coded, cost.seconds)
+            return True
         return not self._cores.spend(cost.seconds, self._resume)
 
     def _await_arrival(self, when: float) -> None:
         """Apply the awaited chunk from its arrival on."""
-        if self._cores.unlimited:
-            self._agenda.at(when + self._receive_s, self._resume)
+        cost = self._receiving
+        assert cost is not None, "a chunk is awaited"
+        if cost.coded is not None:
+            self._agenda.at(when, partial(self._decode, cost.coded, cost.seconds))
+        elif self._cores.unlimited:
+            self._agenda.at(when + cost.seconds, self._resume)
         else:
-            self._agenda.at(when, partial(self._cores.work, self._receive_s, self._resume))
+            self._agenda.at(when, partial(self._cores.work, cost.seconds, self._resume))
+
+    def _decode(self, work: Slowed, seconds: float) -> None:
+        """Decode a chunk, and receive it in so many seconds."""
+        received = partial(self._cores.work, seconds, self._resume)
+        code(work, self._cores, self._agenda, received)
 
     def _encode_chunk(self, task: Collective, transfer: Transfer) -> bool:
         """Encode and send a chunk; return whether that has to wait."""
-        if task.packing is not None or not self._cores.unlimited:
-            seconds = self._encode_s(task, transfer)
-            if not self._cores.spend(seconds, partial(self._send_encoded, task, transfer)):
+        if task.packing is not None:
+            work, encoded = self._encoding(task, transfer), partial(self._sent, task, transfer)
+            if work.idle:
+                code(work, self._cores, self._agenda, encoded)
+                return True
+            if not self._cores.spend(work.busy, encoded):
                 return True
         return self._send_chunk(task, transfer)
 
-    def _send_encoded(self, task: Collective, transfer: Transfer) -> None:
+    def _sent(self, task: Collective, transfer: Transfer) -> None:
         if not self._send_chunk(task, transfer):
             self._go()
 
@@ -236,11 +266,14 @@ class Lane:
         peer = self._peer(transfer)
         nbytes, packing = self._nbytes(task, transfer), self._packing(task, transfer)
         seconds = self._chunk_s(nbytes, peer)
+        coded = None
         if packing is not None:  # decoded and added in one pass
-            seconds += packing.seconds(transfer.span).decode * self._work.codecs
+            coded = self._slowed(packing.seconds(transfer.span).decode)
+            if not coded.idle:
+                seconds, coded = seconds + coded.busy, None
         elif transfer.reduce and not peer.near:
             seconds += nbytes * self._work.add_s_per_byte
-        cost = task.costs[id(transfer)] = _Cost(peer.inward, nbytes, seconds)
+        cost = task.costs[id(transfer)] = _Cost(peer.inward, nbytes, seconds, coded)
         return cost
 
     def _send_cost(self, task: Collective, transfer: Transfer) -> _Cost:
@@ -249,16 +282,19 @@ class Lane:
         task.costs[id(transfer)] = cost
         return cost
 
-    def _encode_s(self, task: Collective, transfer: Transfer) -> float:
-        """Return the seconds to pack a chunk: that of a result once for all receivers."""
+    def _encoding(self, task: Collective, transfer: Transfer) -> Slowed:
+        """Return the work to pack a chunk: that of a result once for all receivers."""
         packing, span = self._packing(task, transfer), transfer.span
         if packing is None or span in task.encoded:
-            return 0.0
+            return Slowed()
         seconds = packing.seconds(span)
         if packing.coding is None or not task.rounded.overlaps(span):
-            return seconds.encode * self._work.codecs
+            return self._slowed(seconds.encode)
         task.encoded.add(span)
-        return sum(seconds) * self._work.codecs
+        return self._slowed(sum(seconds))
+
+    def _slowed(self, seconds: float) -> Slowed:
+        return slowed(seconds, self._work.codecs, self._work.codecs_idle)
 
     def _chunk_s(self, nbytes: int, peer: _Peer) -> float:
         far = 0.0 if peer.near else nbytes
@@ -301,6 +337,15 @@ class Lane:
             self._agenda.at(self._agenda.now, resume)
 
 
+def code(work: Slowed, cores: Cores, agenda: Agenda, over: Callable[[], None]) -> None:
+    """Call ``over`` after work of a codec."""
+
+    def busy_over() -> None:
+        agenda.at(agenda.now + work.idle, over)
+
+    cores.work(work.busy, busy_over if work.idle else over)
+
+
 class Waitable(Protocol):
     """An operation in flight; ``over`` once its result can be read."""
 
@@ -313,13 +358,13 @@ class Waitable(Protocol):
 class Exchange(ABC):
     """The interface on which a worker's schedule starts operations."""
 
-    def before_s(self, operation: Operation, bucket: int) -> float:  # noqa: ARG002
-        """Return the seconds of the training thread before an operation is started."""
-        return 0.0
+    def before(self, operation: Operation, bucket: int) -> Slowed:  # noqa: ARG002
+        """Return a codec's work of the training thread before an operation is started."""
+        return Slowed()
 
-    def after_s(self, bucket: int) -> float:  # noqa: ARG002
-        """Return those after the operation that was started last; 0 if they were returned."""
-        return 0.0
+    def after(self, bucket: int) -> Slowed:  # noqa: ARG002
+        """Return that after the operation that was started last; none if it was returned."""
+        return Slowed()
 
     def announce(self) -> Sequence[Waitable]:
         """Start to tell all workers how this one will use its gradients."""
@@ -356,9 +401,10 @@ class Collectives(Exchange):
     ) -> None:
         self._rank, self._workers, self._buckets = rank, workers, buckets
         self._topology, self._mesh = topology, mesh or Mesh()
-        self._wire, self._codecs = wire, work.codecs
+        self._wire, self._work = wire, work
         self._agenda, self._cores = agenda, cores or Cores(agenda)
-        self._decoding: deque[tuple[float, Later]] = deque()
+        self._decoding: deque[tuple[Slowed, Later]] = deque()
+        self._turns: deque[Callable[[], None]] = deque()
         self._speeds = links.speeds(hosts or workers)
         ring = isinstance(topology, Ring | Hierarchical) and not getattr(topology, "direct", False)
         self._direct = ring and workers <= DIRECT_RANKS
@@ -371,21 +417,21 @@ class Collectives(Exchange):
             for first in (0, links.count)
         )
         self._last: dict[int, Sequence[Collective | Later]] = {}
-        self._after_s: dict[int, float] = {}
+        self._after: dict[int, Slowed] = {}
 
-    def before_s(self, operation: Operation, bucket: int) -> float:
-        """Return the seconds to encode a bucket that all others receive, or its first factors."""
+    def before(self, operation: Operation, bucket: int) -> Slowed:
+        """Return the work to encode a bucket that all others receive, or its first factors."""
         if self._wire_of(operation) == "":
-            return 0.0
+            return Slowed()
         if self._factored:
-            return self._factors(bucket).begin_s
+            return self._factors(bucket).begin
         if self._gathers(operation):
-            return self._whole(bucket).encode * self._codecs
-        return 0.0
+            return self._slowed(self._whole(bucket).encode)
+        return Slowed()
 
-    def after_s(self, bucket: int) -> float:
-        """Return the seconds to compute a bucket from its factors, once."""
-        return self._after_s.pop(bucket, 0.0)
+    def after(self, bucket: int) -> Slowed:
+        """Return the work to compute a bucket from its factors, once."""
+        return self._after.pop(bucket, Slowed())
 
     def start(self, operation: Operation, bucket: int, chained: bool) -> None:
         """Start an operation on a bucket."""
@@ -422,7 +468,11 @@ class Collectives(Exchange):
 
     def _factors(self, bucket: int) -> FactorsSent:
         assert isinstance(self._wire, Coded)
-        return factors_sent(self._wire, self._buckets.parameters[bucket], self._codecs)
+        parameters, work = self._buckets.parameters[bucket], self._work
+        return factors_sent(self._wire, parameters, work.codecs, work.codecs_idle)
+
+    def _slowed(self, seconds: float) -> Slowed:
+        return slowed(seconds, self._work.codecs, self._work.codecs_idle)
 
     def _whole(self, bucket: int) -> Seconds:
         packing = self._packing(bucket)
@@ -465,12 +515,13 @@ class Collectives(Exchange):
         assert packing is not None
         row = -(-packing.nbytes(Span(0, self._buckets.numel[bucket])) // 8) * 8
         parts = self._start_bytes("all_gather", self._workers * row, self._lanes)
-        decode_s = self._workers * self._whole(bucket).decode * self._codecs
+        payloads = 1 + (self._workers - 1) * ADDED
+        work = self._slowed(payloads * self._whole(bucket).decode)
         later = Later(self._agenda)
         self._last[bucket] = [later]
 
         def arrived() -> None:
-            self._decoding.append((decode_s, later))
+            self._decoding.append((work, later))
             if len(self._decoding) == 1:
                 self._decode()
 
@@ -478,7 +529,7 @@ class Collectives(Exchange):
 
     def _decode(self) -> None:
         """Decode what has arrived, one bucket after the other."""
-        seconds, later = self._decoding[0]
+        work, later = self._decoding[0]
 
         def decoded() -> None:
             self._decoding.popleft()
@@ -486,24 +537,47 @@ class Collectives(Exchange):
             if self._decoding:
                 self._decode()
 
-        self._cores.work(seconds, decoded)
+        code(work, self._cores, self._agenda, decoded)
 
     def _sum_factors(self, bucket: int) -> None:
-        """Sum thin factors, compute the second ones in a thread of their own, and sum these."""
+        """Sum thin factors, compute the second ones in a thread of their own, and sum these.
+
+        The thread takes one bucket after the other, in the order in which they began.
+        """
         sent, later = self._factors(bucket), Later(self._agenda)
-        self._last[bucket], self._after_s[bucket] = [later], sent.end_s
+        self._last[bucket], self._after[bucket] = [later], sent.end
         first, second = (self._padded(numel) * ITEMSIZE for numel in (sent.first, sent.second))
+        arrived = Later(self._agenda)
+        when_all(self._start_bytes("all_reduce", first, self._lanes), arrived.end)
+
+        def turn() -> None:
+            _when_over(arrived, between)
 
         def between() -> None:
-            if not sent.second:
+            if sent.second:
+                code(sent.between, self._cores, self._agenda, summed)
+            else:
                 later.end()
-                return
-            self._cores.work(sent.between_s, summed)
+                self._end_turn()
 
         def summed() -> None:
-            when_all(self._start_bytes("all_reduce", second, self._second), later.end)
+            parts = self._start_bytes("all_reduce", second, self._second)
+            kept = Later(self._agenda)
+            when_all([*parts, kept], later.end)
+            code(sent.keep, self._cores, self._agenda, partial(after, kept))
 
-        when_all(self._start_bytes("all_reduce", first, self._lanes), between)
+        def after(kept: Later) -> None:
+            kept.end()
+            self._end_turn()
+
+        self._turns.append(turn)
+        if len(self._turns) == 1:
+            turn()
+
+    def _end_turn(self) -> None:
+        self._turns.popleft()
+        if self._turns:
+            self._turns[0]()
 
     def _start_bytes(self, what: str, nbytes: int, lanes: Sequence[Lane]) -> list[Collective]:
         """Start a collective of so many bytes, in few rounds if there are few."""
@@ -538,6 +612,14 @@ class Later:
         for resume in self._waiters:
             self._agenda.at(self._agenda.now, resume)
         self._waiters.clear()
+
+
+def _when_over(part: Waitable, action: Callable[[], None]) -> None:
+    """Call ``action`` when the operation is complete, or now if it is."""
+    if part.over:
+        action()
+    else:
+        part.when_over(action)
 
 
 def when_all(parts: Sequence[Waitable], action: Callable[[], None]) -> None:
@@ -609,10 +691,10 @@ class SimulationContext:
     column: int = 0
     columns: int = 1
 
-    def collectives(self) -> SimulatedExchanges:
-        """Return collectives along the topology."""
+    def collectives(self, topology: Topology | None = None) -> SimulatedExchanges:
+        """Return collectives along a topology; by default the strategy's, fitted to the hosts."""
         workers = self.layout.workers
-        topology = topologies.fitted(self.topology, self.layout, self.links.count)
+        topology = topology or topologies.fitted(self.topology, self.layout, self.links.count)
         mesh = topologies.fitted("mesh", self.layout, self.links.count)
         options = options_of(self.wire)
         # Blocks have different bytes where only some of their parameters have a codec or factors.

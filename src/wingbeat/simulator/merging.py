@@ -84,6 +84,6 @@ def _alone(spec: TensorSpec, operation: Operation, prepare: Prepare) -> tuple[fl
         each.start(operation, 0, chained=False)
         for part in each.under_way(0):
             part.when_over(lambda: ended.append(agenda.now))
-    encoded_s = exchanges[0].before_s(operation, 0)
+    encoded_s = exchanges[0].before(operation, 0).seconds
     agenda.run()
-    return encoded_s, max(ended) + exchanges[0].after_s(0)
+    return encoded_s, max(ended) + exchanges[0].after(0).seconds

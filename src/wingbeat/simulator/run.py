@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 from wingbeat import schedules
@@ -33,12 +34,14 @@ from wingbeat.schedules.events import (
     Wait,
 )
 from wingbeat.schedules.intents import Answer, Intent
-from wingbeat.simulator.agenda import Agenda, Busy, Cores
-from wingbeat.simulator.cluster import Coding, Links, Traffic, Work, coding_of
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.cluster import SLACK_S, Coding, Links, Traffic, Work, coding_of
+from wingbeat.simulator.codecs import Slowed
 from wingbeat.simulator.exchange import Collectives, Exchange, SimulationContext, Waitable
 from wingbeat.simulator.merging import merged_buckets
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of, layers_of, shard_of
 from wingbeat.simulator.network import LOCAL, GroupNetwork, Network, Wires
+from wingbeat.simulator.processors import Busy, Cores
 from wingbeat.topologies import Ring
 from wingbeat.traits import KEPT
 from wingbeat.types import Layout
@@ -58,7 +61,7 @@ class Worker:
 
     ``slow`` is a factor of the layers' times, which need no processor of ``cores``. ``shards``:
     each worker updates one of so many parts of a bucket; 0: all of it. ``inside`` exchanges the
-    layers, by number, with the other processes of a replica.
+    layers, by number, with the other processes of a replica; they have so many elements, ``sizes``.
     """
 
     def __init__(
@@ -76,14 +79,19 @@ class Worker:
         sleeps: Sleeps = lambda _rank, _iteration: 0.0,
         shards: int = 0,
         inside: Exchange | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         self._rank, self._model, self._buckets = rank, model, buckets
         self._schedule, self._exchange = schedule, exchange
         self._work, self._agenda, self._record = work, agenda, record
         self._cores, self._slow, self._sleeps, self._shards = cores, slow, sleeps, shards
-        self._inside = inside
+        self._inside, self._sizes = inside, sizes
+        # The device's time, and when the training thread last returned to the model.
+        self._due = self._left = 0.0
         self._announced: tuple[Intent, frozenset[int], Sequence[Waitable]] | None = None
         self.ends: list[float] = []
+        self.waited: list[float] = []
+        self._waited_s = 0.0
         self._thread: Iterator[Pause] = iter(())
 
     def begin(self, iterations: int) -> None:
@@ -109,8 +117,12 @@ class Worker:
                     self._agenda.at(after, self._advance)
                     return
             elif not pause.over:
-                pause.when_over(self._advance)
+                pause.when_over(partial(self._waited, self._agenda.now))
                 return
+
+    def _waited(self, since: float) -> None:
+        self._waited_s += self._agenda.now - since
+        self._advance()
 
     def _train(self, iterations: int) -> Iterator[Pause]:
         numbers = iter(range(sum(self._buckets.members)))
@@ -123,17 +135,34 @@ class Worker:
             yield from self._backward()
             yield from self._notify(StepCalled(used=used))
             self.ends.append(self._agenda.now)
+            self.waited.append(self._waited_s)
+            self._waited_s = 0.0
         yield from self._notify(ParametersNeeded(self._buckets.forward))
 
+    def _compute(self, seconds: float, launch_s: float) -> Iterator[Pause]:
+        """Compute on the device, whose queue the training thread fills meanwhile."""
+        if not self._work.launch_s:
+            yield seconds
+            return
+        if self._agenda.now - self._left > SLACK_S:
+            late = max(0.0, self._left - self._due)
+            self._due = max(self._due, self._agenda.now - late)
+        yield Busy(launch_s)
+        self._due += seconds
+        yield max(0.0, self._due - self._agenda.now)
+        self._left = self._agenda.now
+
     def _forward(self) -> Iterator[Pause]:
+        self._due = self._left = self._agenda.now
         for number, layer in enumerate(self._model.layers):
             if layer.tensors:
                 needed = dict.fromkeys(self._buckets.of[t] for t in layer.tensors)
                 yield from self._notify(ParametersNeeded(tuple(needed)))
-                yield from self._gather_inside(number)
-            yield layer.forward_s * self._slow
+                yield from self._exchange_inside(Operation.ALL_GATHER, number)
+            yield from self._compute(layer.forward_s * self._slow, self._work.launch_s)
 
     def _backward(self) -> Iterator[Pause]:
+        self._due = self._left = self._agenda.now
         self._missing, self._ready, self._begun = list(self._buckets.members), 0, False
         last = len(self._model.layers) - 1
         for number, layer in zip(range(last, -1, -1), reversed(self._model.layers), strict=True):
@@ -141,32 +170,38 @@ class Worker:
             seconds = layer.backward_s * self._slow
             if not sizes or self._inside is not None:
                 if sizes:
-                    yield from self._gather_inside(number)
-                yield seconds
+                    yield from self._exchange_inside(Operation.ALL_GATHER, number)
+                yield from self._compute(seconds, 0.0)
                 seconds = 0.0
-            if sizes and self._inside is not None:
-                self._inside.start(Operation.REDUCE_SCATTER, number, chained=False)
-                yield from self._inside.under_way(number)
+            if sizes:
+                yield from self._exchange_inside(Operation.REDUCE_SCATTER, number)
             for tensor, numel in sizes.items():
-                yield seconds * numel / sum(sizes.values())
-                yield from self._filled(tensor, numel)
+                share = seconds * numel / sum(sizes.values())
+                yield from self._compute(share, self._work.launch_s)
+                yield from self._filled(tensor)
         yield from self._notify(BackwardEnds())
 
-    def _filled(self, tensor: int, numel: int) -> Iterator[Pause]:
-        """Copy a gradient into its bucket."""
+    def _filled(self, tensor: int) -> Iterator[Pause]:
+        """Count a gradient, and copy those of a bucket that is complete."""
         if not self._begun:
             self._begun = True
             yield from self._notify(BackwardBegins())
-        yield Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
-        self._missing[self._buckets.of[tensor]] -= 1
+        bucket = self._buckets.of[tensor]
+        self._missing[bucket] -= 1
+        if self._missing[bucket] == 0:
+            count, numel = self._buckets.members[bucket], self._buckets.numel[bucket]
+            work = self._work
+            yield Busy(count * work.hook_s + numel * ITEMSIZE * work.fill_s_per_byte)
         while self._ready < len(self._missing) and self._missing[self._ready] == 0:
             yield from self._notify(BucketReady(self._ready))
             self._ready += 1
 
-    def _gather_inside(self, layer: int) -> Iterator[Pause]:
-        """Gather the parameters of a layer from the other processes of the replica."""
+    def _exchange_inside(self, operation: Operation, layer: int) -> Iterator[Pause]:
+        """Gather or sum a layer with the other processes of the replica."""
         if self._inside is not None:
-            self._inside.start(Operation.ALL_GATHER, layer, chained=False)
+            work, numel = self._work, self._sizes[layer]
+            yield Busy(work.inside_s + numel * ITEMSIZE * work.inside_s_per_byte)
+            self._inside.start(operation, layer, chained=False)
             yield from self._inside.under_way(layer)
 
     def _notify(self, event: Event) -> Iterator[Pause]:
@@ -182,24 +217,26 @@ class Worker:
     def _perform(self, command: Command) -> Generator[Pause, None, Answer | None]:
         match command:
             case Start(operation, bucket, chained):
-                yield Busy(self._exchange.before_s(operation, bucket))
+                yield Busy(self._work.start_s)
+                yield from self._code(self._exchange.before(operation, bucket))
                 self._record(self._agenda.now, self._rank, operation.value, bucket)
                 self._exchange.start(operation, bucket, chained)
             case Wait(bucket):
                 yield from self._exchange.under_way(bucket)
-                yield Busy(self._exchange.after_s(bucket))
+                yield from self._code(self._exchange.after(bucket))
             case Update(bucket):
                 self._record(self._agenda.now, self._rank, "update", bucket)
-                numel = self._buckets.numel[bucket]
+                numel, count = self._buckets.numel[bucket], self._buckets.members[bucket]
                 # A divided optimizer has updated them: gathered parameters are copied.
-                yield self._copy_s(numel) if self._shards else self._update_s(numel)
+                yield self._copy_s(numel) if self._shards else self._update_s(numel, count)
             case UpdateOwn(bucket):
-                yield self._update_s(self._buckets.numel[bucket] / self._shards)
+                numel, count = self._buckets.numel[bucket], self._buckets.members[bucket]
+                yield self._update_s(numel / self._shards, count / self._shards)
             case Place(bucket):
                 yield self._copy_s(self._buckets.numel[bucket] / self._shards)
             case Step():
                 self._record(self._agenda.now, self._rank, "step", -1)
-                yield self._update_s(sum(self._buckets.numel))
+                yield self._update_s(sum(self._buckets.numel), sum(self._buckets.members))
             case Announce(intent, used):
                 self._announced = intent, used, self._exchange.announce()
             case Await():
@@ -209,8 +246,15 @@ class Worker:
                 return Answer((intent,) * self._shards, used)  # all workers do the same
         return None
 
-    def _update_s(self, numel: float) -> Busy:
-        return Busy(numel * ITEMSIZE * self._work.update_s_per_byte)
+    def _code(self, work: Slowed) -> Iterator[Pause]:
+        """Encode or decode."""
+        yield Busy(work.busy)
+        yield work.idle
+
+    def _update_s(self, numel: float, count: float) -> Busy:
+        work = self._work
+        own_s = work.step_s + count * work.update_s
+        return Busy(own_s + numel * ITEMSIZE * work.update_s_per_byte)
 
     def _copy_s(self, numel: float) -> Busy:
         return Busy(numel * ITEMSIZE * self._work.fill_s_per_byte)
@@ -229,19 +273,29 @@ class Run:
 
     Attributes:
         iterations_s: seconds of each iteration of rank 0.
+        waited_s: seconds of each in which rank 0's training thread waited for an exchange.
         trace: operations and updates, in order of time.
+        bytes_per_host: bytes that a host sends to others in an iteration, the mean over the hosts.
+            Headers of TCP and below are not counted.
         repeated: messages to and from servers that arrived twice because an acknowledgement was
             late and the sender retransmitted.
     """
 
     iterations_s: tuple[float, ...]
+    waited_s: tuple[float, ...]
     trace: tuple[Moment, ...]
+    bytes_per_host: float
     repeated: int = 0
 
     @property
     def median_s(self) -> float:
         """Median iteration, without the first, in which no update is due."""
         return statistics.median(self.iterations_s[1:] or self.iterations_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """Median of the waits in an iteration: communication that nothing overlaps."""
+        return statistics.median(self.waited_s[1:] or self.waited_s)
 
 
 def simulate(
@@ -260,6 +314,7 @@ def simulate(
     local: Links = LOCAL,
     coding: Coding | None = None,
     cores: int | None = None,
+    one_machine: bool = False,
     inside: int = 1,
 ) -> Run:
     """Train ``model`` for ``iterations`` iterations in virtual time.
@@ -288,6 +343,8 @@ def simulate(
             core.
         cores: processors of each host, which the threads of its workers share; by default each
             thread has its own. The model itself runs on a device.
+        one_machine: all hosts share ``cores``, as where one machine emulates them; all workers are
+            then simulated.
         inside: processes of each worker, which is then a replica with a host of its own, divided by
             FSDP2: each layer is gathered by ``local`` before its forward and before its backward,
             and its gradients are reduced after it, without overlap with computation. Each process
@@ -312,6 +369,7 @@ def simulate(
         work or Work(),
         coding or (coding_of(strategy.wire) if served else Coding()),
         cores,
+        one_machine,
         slow or {},
         sleeps,
         schedule,
@@ -357,11 +415,8 @@ def _check(
             "simulate(): a choice by trial (Auto) is not simulated; simulate its candidates: "
             "AllReduce(), DeAR(plan='fixed')"
         )
-    if cores is not None and (cores < 1 or served):
-        raise UsageError(
-            f"simulate(cores={cores}): 1 or more, and not with servers, whose threads have "
-            "processors of their own; leave it out"
-        )
+    if cores is not None and cores < 1:
+        raise UsageError(f"simulate(cores={cores}): 1 or more, or leave it out")
     if coding is not None and not served:
         raise UsageError("simulate(coding=): it is how gradients travel to servers; leave it out")
     if strategy.exchange.tuned:
@@ -381,6 +436,7 @@ class _Job:
     work: Work
     coding: Coding
     cores: int | None
+    one_machine: bool
     slow: Mapping[int, float]
     sleeps: Sleeps | None
     schedule: Callable[[], Schedule] | None
@@ -393,6 +449,8 @@ class _Job:
     def train(self, buckets: Buckets, iterations: int, traffic: Traffic | None = None) -> Run:
         """Simulate so many iterations on a new cluster."""
         agenda, trace = Agenda(), list[Moment]()
+        traffic = traffic or Traffic()
+        before = sum(traffic.sent.values())
         network = self._network(agenda, traffic)
         columns = self._columns(agenda, buckets, network, traffic)
         built = [self.strategy.exchange.build_simulated(each) for each in columns]
@@ -409,7 +467,10 @@ class _Job:
         ends = [0.0, *simulated[0].ends]
         spans = tuple(b - a for a, b in itertools.pairwise(ends))
         repeated = sum(each.mailboxes.repeated for each in built if each.mailboxes)
-        return Run(spans, tuple(trace), repeated)
+        # One worker, or those of one host, may represent all.
+        hosts = len({self.layout.host_of[rank] for rank in range(len(built[0].workers))})
+        sent = (sum(traffic.sent.values()) - before) / hosts / iterations
+        return Run(spans, tuple(simulated[0].waited), tuple(trace), sent, repeated)
 
     def _network(self, agenda: Agenda, traffic: Traffic | None) -> Network:
         layout = self.layout
@@ -429,11 +490,11 @@ class _Job:
             self.work,
             agenda,
             network,
-            alike=not self.slow and self.sleeps is None and self.links.alike,
+            alike=not (self.slow or self.sleeps or self.one_machine) and self.links.alike,
             traffic=traffic,
             coding=self.coding,
             wire=self.strategy.wire,
-            cores=[Cores(agenda, self.cores) for _ in self.layout.hosts],
+            cores=self._processors(agenda),
             columns=self.inside,
         )
         if self.inside == 1:
@@ -450,6 +511,13 @@ class _Job:
             for column in range(self.inside)
         ]
 
+    def _processors(self, agenda: Agenda) -> list[Cores]:
+        """Return those of each host."""
+        count = len(self.layout.hosts)
+        if self.one_machine:
+            return [Cores(agenda, self.cores)] * count
+        return [Cores(agenda, self.cores) for _ in range(count)]
+
     def _worker(
         self,
         number: int,
@@ -464,13 +532,13 @@ class _Job:
         update = self.strategy.update_part
         machine = update.machine(self.strategy.schedule.machine)
         make = self.schedule or schedules.BY_NAME[machine]
-        inside = None
+        inside, layers = None, layers_of(self.model)
         if self.inside > 1:
             members = range(number * self.inside, (number + 1) * self.inside)
             inside = Collectives(
                 column,
                 self.inside,
-                layers_of(self.model),
+                layers,
                 Ring(),
                 replace(self.links, count=1),
                 self.work,
@@ -491,4 +559,5 @@ class _Job:
             sleeps=self.sleeps or (lambda _rank, _iteration: 0.0),
             shards=self.layout.workers if update.shards else 0,
             inside=inside,
+            sizes=layers.numel,
         )

@@ -6,9 +6,11 @@ import pytest
 
 from wingbeat import simulator
 from wingbeat.errors import UsageError
+from wingbeat.simulator.cluster import SLACK_S
 from wingbeat_lab import paced
 from wingbeat_lab.bench import simulated
 from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.paced.model import SLACK
 
 
 def test_simulated_row_runs_at_the_pace_of_its_lab() -> None:
@@ -25,13 +27,66 @@ def test_simulated_row_runs_at_the_pace_of_its_lab() -> None:
     links = simulator.Links(bytes_per_s=8e9 * 0.05 / 4 / 8 * simulated.GOODPUT)
     model = paced.simulator_model(paced.parse("paced:resnet50@0.05"), 4.0)
     assert row.strategy is not None
-    want = simulator.simulate(model, row.strategy, 2, links)
-    assert simulated.median_s(checked, row) == pytest.approx(want.median_s)
+    work = simulated.work_of(checked.model)
+    assert (work.codecs, work.codecs_idle) == (80.0, 79 / 80)
+    want = simulator.simulate(model, row.strategy, 2, links, work=work, cores=3, one_machine=True)
+    assert simulated.iteration_s(checked, row, cores=3) == want.median_s
     assert sum(layer.forward_s for layer in model.layers) == pytest.approx(
         4 * sum(layer.forward_ms for layer in paced.load_profile("resnet50").layers) / 1e3
     )
     with pytest.raises(UsageError, match="only wingbeat's strategies on paced models"):
-        simulated.median_s(checked, ddp)
+        simulated.iteration_s(checked, ddp)
+
+
+def test_device_queues_of_paced_models_hide_what_they_do_in_the_simulator() -> None:
+    assert SLACK_S == SLACK
+
+
+def config_of(strategy: str, **options: object) -> BenchConfig:
+    given: dict = {"lab": "star:4@4gbit", "model": "paced:resnet50@0.05", "iterations": 6}
+    return BenchConfig(strategies=(strategy,), **(given | {"rounds": 1} | options))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("canary:s=2,p=none", {}),
+        ("ripples", {}),
+        ("ripples:overlap=true", {}),
+        ("adpsgd", {}),
+        ("localsgd:every=4", {}),
+        ("localsgd:every=4", {"per_host": 2}),
+    ],
+)
+def test_rows_without_lockstep_take_at_least_their_computation(strategy: str, more: dict) -> None:
+    checked = config_of(strategy, **more).check()
+    computed = sum(checked.model.compute_s() or ())
+    seconds = simulated.iteration_s(checked, checked.rows[0])
+    assert 1.01 * computed < seconds < 5 * computed
+
+
+def test_averages_in_every_step_take_longer_than_seldom_ones() -> None:
+    often, seldom = (config_of(f"localsgd:every={each}").check() for each in (1, 3))
+    assert simulated.iteration_s(often, often.rows[0]) > 1.3 * simulated.iteration_s(
+        seldom, seldom.rows[0]
+    )
+
+
+def test_fewer_processors_take_longer() -> None:
+    for strategy in ("allreduce", "geryon", "canary:s=2,p=none"):
+        lab, model = "star:4@100gbit,prio=2", "paced:resnet50@0.2"
+        checked = config_of(strategy, lab=lab, model=model).check()
+        one, many = (simulated.iteration_s(checked, checked.rows[0], cores=c) for c in (1, 16))
+        assert one > 1.05 * many, strategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "named"), [("diloco", "outer optimizer"), ("adpsgd:overlap=false", "overlap only")]
+)
+def test_what_cannot_be_simulated_is_named(strategy: str, named: str) -> None:
+    checked = config_of(strategy).check()
+    with pytest.raises(UsageError, match=named):
+        simulated.iteration_s(checked, checked.rows[0])
 
 
 def test_switches_without_classes_have_none_in_virtual_time() -> None:
@@ -45,7 +100,7 @@ def test_switches_without_classes_have_none_in_virtual_time() -> None:
             rounds=1,
         )
         checked = config.check()
-        times.append(simulated.median_s(checked, checked.rows[0]))
+        times.append(simulated.iteration_s(checked, checked.rows[0]))
     assert times[0] < times[1]
 
 
@@ -66,7 +121,7 @@ def test_uneven_hosts_and_trunks_take_their_time(lab: str, times: float) -> None
             lab=each, model="paced:vgg16@0.05", strategies=("allreduce",), iterations=1, rounds=1
         )
         checked = config.check()
-        found.append(simulated.median_s(checked, checked.rows[0]))
+        found.append(simulated.iteration_s(checked, checked.rows[0]))
     assert found[1] / found[0] == pytest.approx(times, rel=0.05)
 
 
@@ -80,4 +135,4 @@ def test_cross_traffic_is_refused() -> None:
     )
     checked = config.check()
     with pytest.raises(UsageError, match="cross-traffic cannot be simulated"):
-        simulated.median_s(checked, checked.rows[0])
+        simulated.iteration_s(checked, checked.rows[0])

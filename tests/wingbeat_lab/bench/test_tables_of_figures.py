@@ -167,14 +167,6 @@ def test_requests_have_the_range_of_repeats() -> None:
     assert made.rows == (("1,000, random", "50,000", "25,000 .. 100,000", "3.00", "10.0%", ""),)
 
 
-def test_the_simulator_stands_beside_the_labs_spread() -> None:
-    row = {"strategy": "dear", "lab_s": 0.2, "lab_spread_s": {"p10": 0.19, "p90": 0.25}}
-    row |= {"simulated_s": 0.21, "off_percent": 5.0}
-    with benchmark("simulator") as simulator:
-        made = simulator.table({"model": "vgg16", "rate": "1gbit", "rows": [row]})
-    assert made.rows == (("dear", "200.0", "190.0 .. 250.0", "210.0", "+5.0"),)
-
-
 def test_interfaces_table_has_the_range_of_rounds() -> None:
     def turn(seconds: float) -> dict[str, Any]:
         return {"seconds": seconds, "mb": {"eth0": 0.5, "eth1": 0.7}}

@@ -236,9 +236,12 @@ def test_a_row_with_a_codec_is_priced_on_its_model_and_on_a_quarter(
     monkeypatch.setattr(worker, "training", training)
     own = worker_of("ddp", "dear:plan=fixed", "ddp+bf16", "dear:compression=sketch")
     own.pace = Sizes(1.0, 0.02)
+    others = [{"encode": 0.9, "decode": 0.1}, {"encode": 0.7}]
+    monkeypatch.setattr(type(own.world), "exchange", lambda _world, _what, mine: [mine, *others])
     for row in range(4):
         worker.price_codec(own, row)
-    assert own.fixed == {2: {"encode": 0.5}, 3: {"encode": 0.5}}
+    # The median of all workers, of what each of them has measured.
+    assert own.fixed == {2: {"encode": 0.7}, 3: {"encode": 0.7}}
     assert models == ["paced:resnet50@0.02", "paced:resnet50@0.005"] * 2
     assert len(attached) == 4
 

@@ -25,11 +25,12 @@ from wingbeat.methods.bounded_staleness.messages import (
 from wingbeat.methods.bounded_staleness.simulated_pool import PoolMember, WorkerPool
 from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans
-from wingbeat.simulator.agenda import Agenda, Busy, Cores
+from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Coding, Links, Traffic, Work
 from wingbeat.simulator.interfaces import Interfaces, Paths, Stream, bcube, star
 from wingbeat.simulator.mailbox import LIMITS
 from wingbeat.simulator.model import ITEMSIZE, Model
+from wingbeat.simulator.processors import Busy, Cores
 from wingbeat.simulator.run import Sleeps
 from wingbeat.transport.membership import initial_view
 from wingbeat.transport.messages.frames import HEADER_BYTES

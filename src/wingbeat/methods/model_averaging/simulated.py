@@ -19,7 +19,7 @@ from wingbeat.methods.model_averaging.service import ConnectionCache
 from wingbeat.parts.strategy import Strategy
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.cluster import Links, Traffic, Work
 from wingbeat.simulator.exchange import Collectives, when_all
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, shard_of
 from wingbeat.simulator.network import LOCAL, GroupNetwork, Network, Wires
@@ -75,6 +75,7 @@ def simulate_groups(
     seed: int = 0,
     compression: Compression = "fp32",
     inside: int = 1,
+    traffic: Traffic | None = None,
 ) -> GroupRun:
     """Train ``model`` with averages of parameters over groups, in virtual time (Ripples, Fig. 7).
 
@@ -100,6 +101,7 @@ def simulate_groups(
         inside: processes of each worker, which is then a replica with a host of its own, divided by
             FSDP2 as in `wingbeat.simulator.simulate`. Its leader asks for groups, and each process
             averages its part with those of the same number.
+        traffic: records the bytes that hosts send for averages.
 
     Raises:
         UsageError: a number is out of range.
@@ -116,7 +118,7 @@ def simulate_groups(
         )
     codec = codecs.parse(compression)
     wire = codec if isinstance(codec, str) else codec.for_differences()
-    job = _Job(model, rules, layout, links, local, work or Work(), seed, wire, inside)
+    job = _Job(model, rules, layout, links, local, work or Work(), seed, wire, inside, traffic)
     first, last = warmup * layout.workers, (warmup + iterations) * layout.workers
     workers = [
         _Worker(rank, job, (slow or {}).get(rank, 1.0), jitter, overlap, every, last)
@@ -170,13 +172,14 @@ class _Job:
         seed: int,
         wire: str | Coded,
         inside: int,
+        traffic: Traffic | None,
     ) -> None:
         self.agenda = Agenda()
         self.model, self.rules, self.layout = model, rules, layout
         self.links, self.work, self.seed = links, work, seed
         self._inside, self._wire, self._local = inside, wire, local
         processes = Layout.even(layout.workers, inside) if inside > 1 else layout
-        self.network = Network(self.agenda, Wires(processes, links, local))
+        self.network = Network(self.agenda, Wires(processes, links, local), traffic)
         self.inside_s = 0.0 if inside == 1 else _inside_s(model, inside, links, local, work)
         tensors = shard_of(model, inside).tensors
         self.numel = sum(tensor.numel for tensor in tensors)
@@ -321,12 +324,12 @@ class _Job:
             for column in range(self._inside)
         ]
         # All processes of a replica encode at the same time, each on a processor of its own.
-        encoded = self.agenda.now + columns[0].before_s(Operation.ALL_REDUCE, 0)
+        encoded = self.agenda.now + columns[0].before(Operation.ALL_REDUCE, 0).seconds
 
         def start() -> None:
             for each in columns:
                 each.start(Operation.ALL_REDUCE, 0, chained=False)
-            after_s = columns[0].after_s(0)
+            after_s = columns[0].after(0).seconds
             parts = [part for each in columns for part in each.under_way(0)]
             when_all(parts, lambda: self.agenda.at(self.agenda.now + after_s, over))
 

@@ -40,6 +40,7 @@ from wingbeat.simulator.exchange import Exchange, SimulatedExchanges, Simulation
 from wingbeat.simulator.interfaces import Interfaces
 from wingbeat.simulator.mailbox import LIMITS, Mailbox, Mailboxes
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, buckets_of
+from wingbeat.simulator.processors import Cores
 from wingbeat.simulator.run import simulate
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Message, Posted
 from wingbeat.transport.messages.peers import Route
@@ -65,9 +66,15 @@ class SimulatedThread(ABC, Generic[Item]):
     """Messages that are received before something is sent; None: all."""
 
     def __init__(
-        self, agenda: Agenda, mailbox: Mailbox, work: Work, order: Order, byte_s: float
+        self,
+        agenda: Agenda,
+        cores: Cores,
+        mailbox: Mailbox,
+        work: Work,
+        order: Order,
+        byte_s: float,
     ) -> None:
-        self._agenda, self._mailbox = agenda, mailbox
+        self._agenda, self._cores, self._mailbox = agenda, cores, mailbox
         self._message_s, self._byte_s = work.message_s, byte_s
         self._queue: SendQueue[Item] = SendQueue(order)
         self._resting, self._woken = True, False
@@ -113,7 +120,7 @@ class SimulatedThread(ABC, Generic[Item]):
                 self._resting = True
                 return
             if pause > 0:
-                self._agenda.at(self._agenda.now + pause, self._advance)
+                self._cores.work(pause, self._advance)
                 return
 
     def _run(self) -> Iterator[float | None]:
@@ -200,13 +207,14 @@ class SimulatedClient(SimulatedThread[tuple[Request, SliceTransfer]]):
     def __init__(
         self,
         agenda: Agenda,
+        cores: Cores,
         mailbox: Mailbox,
         work: Work,
         order: Order,
         byte_s: float,
         coding: Coding,
     ) -> None:
-        super().__init__(agenda, mailbox, work, order, byte_s)
+        super().__init__(agenda, cores, mailbox, work, order, byte_s)
         self._coding = coding
         self._new: deque[Request] = deque()
         self._wanted: dict[tuple[int, int, int], tuple[Request, SliceTransfer]] = {}
@@ -317,6 +325,7 @@ class SimulatedServer(SimulatedThread[Answer]):
     def __init__(
         self,
         agenda: Agenda,
+        cores: Cores,
         mailbox: Mailbox,
         work: Work,
         order: Order,
@@ -325,7 +334,7 @@ class SimulatedServer(SimulatedThread[Answer]):
         sizes: Sequence[tuple[int, int]],
         coding: Coding,
     ) -> None:
-        super().__init__(agenda, mailbox, work, order, byte_s)
+        super().__init__(agenda, cores, mailbox, work, order, byte_s)
         self._workers, self._sizes = workers, sizes
         self._add_s = work.add_s_per_byte + coding.decode_s_per_byte
         self._encode_s = coding.encode_s_per_byte
@@ -486,7 +495,13 @@ def build_exchanges(options: Servers, context: SimulationContext) -> SimulatedEx
     for rank in range(workers):
         pushes = Order.URGENT if order is Order.URGENT else Order.READY
         client = SimulatedClient(
-            agenda, mailboxes.create(rank, numbers), work, pushes, byte_s, coding
+            agenda,
+            context.cores[host(rank)],
+            mailboxes.create(rank, numbers),
+            work,
+            pushes,
+            byte_s,
+            coding,
         )
         exchanges.append(
             ServerExchange(
@@ -496,7 +511,8 @@ def build_exchanges(options: Servers, context: SimulationContext) -> SimulatedEx
     sizes = exchanges[0].sizes()
     for number in numbers:
         mailbox = mailboxes.create(number, range(workers))
-        SimulatedServer(agenda, mailbox, work, order, byte_s, workers, sizes, coding)
+        cores = context.cores[host(number)]
+        SimulatedServer(agenda, cores, mailbox, work, order, byte_s, workers, sizes, coding)
     mailboxes.connect()
     return SimulatedExchanges(exchanges, mailboxes)
 

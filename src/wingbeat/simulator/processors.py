@@ -1,0 +1,68 @@
+"""Processors in virtual time: those of a host, or of the machine that emulates several hosts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from wingbeat.simulator.agenda import Agenda
+
+SLICE_S = 1.4e-3
+"""Seconds for which a thread has a processor that others wait for.
+
+The slice of Linux 6.6 and later on a machine with two processors (``base_slice_ns``); it is longer
+with more. A thread that wakes up waits for the slices of those that run to end.
+"""
+
+
+class Busy(float):
+    """Seconds that occupy a processor."""
+
+
+class Cores:
+    """Processors that threads have in turn, for a slice each; None: each thread has its own."""
+
+    def __init__(self, agenda: Agenda, count: int | None = None) -> None:
+        self._agenda, self._free = agenda, count
+        self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether each thread has a processor."""
+        return self._free is None
+
+    def spend(self, seconds: float, over: Callable[[], None]) -> bool:
+        """Work, as the last thing that an action does; return True if nothing is due meanwhile.
+
+        The work is done then. Otherwise ``over`` is called when it is.
+        """
+        if self._free != 0 and self._agenda.skip(self._agenda.now + seconds):
+            return True
+        self.work(seconds, over)
+        return False
+
+    def work(self, seconds: float, over: Callable[[], None]) -> None:
+        """Call ``over`` when ``seconds`` of work are done."""
+        if self._free is None or not seconds:
+            self._agenda.at(self._agenda.now + seconds, over)
+        elif self._free:
+            self._free -= 1
+            self._run(seconds, over)
+        else:
+            self._waiting.append((seconds, over))
+
+    def _run(self, seconds: float, over: Callable[[], None]) -> None:
+        """Have a processor for a slice."""
+        now = min(seconds, SLICE_S)
+        self._agenda.at(self._agenda.now + now, lambda: self._ran(seconds - now, over))
+
+    def _ran(self, left: float, over: Callable[[], None]) -> None:
+        if left:
+            self._waiting.append((left, over))
+        if self._waiting:
+            self._run(*self._waiting.popleft())
+        else:
+            assert self._free is not None, "they are counted"
+            self._free += 1
+        if not left:
+            over()

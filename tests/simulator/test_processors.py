@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from wingbeat.simulator.agenda import Agenda
+from wingbeat.simulator.processors import SLICE_S, Cores
+
+
+@pytest.mark.parametrize(
+    ("count", "ends"),
+    [(None, [1.0, 2.0, 3.0]), (3, [1.0, 2.0, 3.0]), (2, [1.5, 2.5, 3.5]), (1, [3.0, 5.0, 6.0])],
+)
+def test_work_shares_the_processors_evenly(count: int | None, ends: list[float]) -> None:
+    agenda, over = Agenda(), list[float]()
+    cores = Cores(agenda, count)
+    for seconds in (2.0, 1.0, 3.0):
+        cores.work(seconds, lambda: over.append(agenda.now))
+    agenda.run()
+    assert over == pytest.approx(ends, abs=3 * SLICE_S)
+
+
+def test_work_that_is_shorter_than_a_slice_is_done_in_turn() -> None:
+    agenda, over = Agenda(), list[float]()
+    cores = Cores(agenda, 1)
+    for share in (0.5, 1.0, 0.25):
+        cores.work(share * SLICE_S, lambda: over.append(agenda.now / SLICE_S))
+    agenda.run()
+    assert over == pytest.approx([0.5, 1.5, 1.75])
+
+
+def test_short_work_waits_for_the_slice_of_long_work_and_not_for_its_end() -> None:
+    agenda, over = Agenda(), list[tuple[str, float]]()
+    cores = Cores(agenda, 1)
+    cores.work(10 * SLICE_S, lambda: over.append(("long", agenda.now / SLICE_S)))
+    short = partial(cores.work, 0.5 * SLICE_S, lambda: over.append(("short", agenda.now / SLICE_S)))
+    agenda.at(4.25 * SLICE_S, short)
+    agenda.run()
+    assert [name for name, _ in over] == ["short", "long"]
+    assert [when for _, when in over] == pytest.approx([5.5, 10.5])
+
+
+def test_a_processor_is_free_again() -> None:
+    agenda, over = Agenda(), list[float]()
+    cores = Cores(agenda, 1)
+    cores.work(1.0, lambda: cores.work(1.0, lambda: over.append(agenda.now)))
+    agenda.at(5.0, lambda: cores.work(1.0, lambda: over.append(agenda.now)))
+    agenda.run()
+    assert over == pytest.approx([2.0, 6.0])
+
+
+@pytest.mark.parametrize("count", [None, 1])
+def test_spent_time_is_over_at_once_unless_something_is_due(count: int | None) -> None:
+    agenda, over = Agenda(), list[float]()
+    cores = Cores(agenda, count)
+
+    def spend() -> None:
+        while cores.spend(1.0, spend):
+            over.append(agenda.now)
+
+    agenda.at(0.0, spend)
+    agenda.at(2.5, agenda.stop)
+    agenda.run()
+    assert over == [1.0, 2.0]
+
+
+def test_spent_time_waits_for_a_processor() -> None:
+    agenda, over = Agenda(), list[float]()
+    cores = Cores(agenda, 1)
+    cores.work(2.0, lambda: over.append(agenda.now))
+    assert not cores.spend(1.0, lambda: over.append(agenda.now))
+    agenda.run()
+    assert over == pytest.approx([2.0, 3.0], abs=2 * SLICE_S)
