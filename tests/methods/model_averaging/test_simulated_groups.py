@@ -9,7 +9,16 @@ import pytest
 from wingbeat import AllReduce
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.rules import ABLATION, Rules, count_components
-from wingbeat.simulator import GroupRun, Links, Model, TimedLayer, Work, simulate, simulate_groups
+from wingbeat.simulator import (
+    GroupRun,
+    Links,
+    Model,
+    TimedLayer,
+    Traffic,
+    Work,
+    simulate,
+    simulate_groups,
+)
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.network import GroupNetwork, Network, Wires
 from wingbeat.types import Layout, TensorSpec
@@ -149,13 +158,19 @@ def test_averages_of_separate_hosts_take_as_long_as_among_all_others(
     """Where a host's rate is given, it might differ, and all averages share the network."""
     layout = Layout.even(7, 1)
     given: dict = {"jitter": 0.05, "iterations": 12, "warmup": 2, **options}
+    sent = Traffic(), Traffic()
     apart, shared = (
-        simulate_groups(MODEL, rules, layout, links, **given)
-        for links in (Links(bytes_per_s=1e7), Links(bytes_per_s=1e7, rates={0: 1e7}))
+        simulate_groups(MODEL, rules, layout, links, traffic=traffic, **given)
+        for links, traffic in zip(
+            (Links(bytes_per_s=1e7), Links(bytes_per_s=1e7, rates={0: 1e7})), sent, strict=True
+        )
     )
     assert apart.iteration_s == pytest.approx(shared.iteration_s, rel=1e-6)
     assert apart.groups == shared.groups
     assert apart.steps == shared.steps
+    # Averages that have begun when the last iteration ends are in one of them alone.
+    assert set(sent[0].sent) == set(sent[1].sent)
+    assert sum(sent[0].sent.values()) == pytest.approx(sum(sent[1].sent.values()), rel=0.05)
 
 
 def test_smart_groups_keep_their_speed_beside_a_slow_worker_and_static_ones_do_not() -> None:

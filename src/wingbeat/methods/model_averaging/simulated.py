@@ -204,7 +204,8 @@ class _Job:
         divided = rules is None or rules.division
         self._apart = divided and len(layout.hosts) == layout.workers and links.alike
         self._begun: dict[object, dict[int, tuple[float, Callable[[], None]]]] = {}
-        self._known: dict[tuple[int, ...], list[float]] = {}
+        self._traffic = traffic
+        self._known: dict[tuple[int, ...], list[tuple[float, int]]] = {}
 
     def send(self, request: Callable[[Generator], list[Run]]) -> None:
         """Send a message to the generator, which answers messages in order.
@@ -271,16 +272,23 @@ class _Job:
         first = min(when for when, _ in begun.values())
         later = tuple(round((begun[k][0] - first) / _GRAIN_S) for k in range(len(members)))
         if later not in self._known:
-            self._known[later] = self._durations([_GRAIN_S * each for each in later])
-        for place, seconds in enumerate(self._known[later]):
+            self._known[later] = self._simulated([_GRAIN_S * each for each in later])
+        for place, (seconds, nbytes) in enumerate(self._known[later]):
             self.agenda.at(max(self.agenda.now, first + seconds), begun[place][1])
+            if self._traffic is not None:
+                host = self.layout.host_of[members[place]]
+                self._traffic.carried(host, first, first + seconds, nbytes)
 
-    def _durations(self, later: Sequence[float]) -> list[float]:
-        """Return when each member of an average is done if they begin at these times."""
+    def _simulated(self, later: Sequence[float]) -> list[tuple[float, int]]:
+        """Return when each member of an average is done, and the bytes that its host sends.
+
+        ``later`` are the times at which they begin.
+        """
         usual, network, members = self.agenda, self.network, tuple(range(len(later)))
         processes = Layout.even(len(later), self._inside)
         self.agenda = Agenda()
-        self.network = Network(self.agenda, Wires(processes, self.links, self._local))
+        traffic = Traffic()
+        self.network = Network(self.agenda, Wires(processes, self.links, self._local), traffic)
         ended, agenda = [0.0] * len(later), self.agenda
 
         def end(place: int) -> None:
@@ -293,7 +301,7 @@ class _Job:
             agenda.at(when, begin)
         agenda.run()
         self.agenda, self.network = usual, network
-        return ended
+        return [(when, traffic.sent.get(place, 0)) for place, when in enumerate(ended)]
 
     def _exchange(
         self,
