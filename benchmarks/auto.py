@@ -135,7 +135,7 @@ def forecast(setting: Setting, config: BenchConfig) -> list[str]:
         return []
     names = rows_of(setting, config.strategies[-1])
     rows = [row for row in checked.rows if row.text in names.values()]
-    predicted = {row.text: simulated.median_s(checked, row) for row in rows}
+    predicted = {row.text: simulated.iteration_s(checked, row) for row in rows}
     return sorted(predicted, key=lambda text: predicted[text])
 
 
