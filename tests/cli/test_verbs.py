@@ -45,7 +45,9 @@ def test_verbs_are_the_documented_ones() -> None:
 
 def test_the_documentation_lists_verbs_at_all() -> None:
     lab = {"lab run", "lab stats", "lab doctor"}
-    assert lab | {"bench", "demo", "probe", "profile", "show", "store", "top"} == _documented()
+    assert (
+        lab | {"bench", "demo", "plan", "probe", "profile", "show", "store", "top"} == _documented()
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,4 +84,4 @@ def test_without_other_packages_the_verbs_are_those_of_wingbeat() -> None:
         "print([each.name for each in app.registered_commands], 'wingbeat_lab' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['probe', 'profile', 'show', 'store', 'top'] False"
+    assert done.stdout.strip() == "['plan', 'probe', 'profile', 'show', 'store', 'top'] False"

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.amounts import examples
+from wingbeat.compression import CodecOptions, Sketch, TopK
 from wingbeat.errors import UsageError
 from wingbeat.parts import Chosen
 from wingbeat.planning import files
@@ -49,14 +50,15 @@ def test_strategy_trial_keeps_fastest_within_limit(best: int) -> None:
     assert chosen == best
     assert len(used) < MOST
     assert [used.count(each) > BLOCK for each in range(5)].count(True) <= 3
+    assert [used.count(each) > 2 * BLOCK for each in range(5)].count(True) <= 2
 
 
-@given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=17), min_size=5, max_size=5))
+@given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=17), min_size=6, max_size=6))
 @settings(max_examples=examples(200))
 def test_strategy_trial_any_times_end_within_limit(times: list[list[float]]) -> None:
     chosen, used = decide(times)
-    assert 0 <= chosen < 5
-    assert len(used) + 1 <= 1 + (5 + 2 * 3) * BLOCK < MOST
+    assert 0 <= chosen < 6
+    assert len(used) + 1 <= 1 + (6 + 3 + 2) * BLOCK < MOST
 
 
 def test_strategy_trial_disturbed_first_block_is_not_the_end() -> None:
@@ -75,18 +77,27 @@ def test_strategy_trial_much_slower_candidates_are_tried_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topology", "codec", "count"), [("", "", 4), ("mesh", "", 5), ("", "sketch", 5)]
+    ("topology", "codec", "count"),
+    [("", None, 4), ("mesh", None, 5), ("", TopK(), 5), ("mesh", Sketch(), 6)],
 )
-def test_chosen_has_five_candidates_at_most_initial_first(
-    topology: str, codec: str, count: int
+def test_chosen_has_six_candidates_at_most_initial_first(
+    topology: str, codec: CodecOptions | None, count: int
 ) -> None:
     plan = Chosen(mb=10)
     found = plan.candidates(topology, codec)
     assert len(found) == len({each.name for each in found}) == count
     assert found[0].fusion == plan.fusion()
-    assert not found[0].coded
+    assert found[0].codec is None
     assert any(each.schedule == "wfbp" for each in found)
-    assert any(each.coded for each in found) == bool(codec)
+    assert any(each.codec == codec for each in found if each.codec) == bool(codec)
+
+
+def test_chosen_sketch_is_tried_with_half_of_its_bits_too() -> None:
+    codecs = [each.codec for each in Chosen().candidates("", Sketch(bits=8, split="count"))]
+    assert codecs[3:] == [Sketch(split="count")] * 2 + [Sketch(bits=4, split="count")]
+    assert [each.codec for each in Chosen().candidates("", Sketch(bits=2))][3:] == [
+        Sketch(bits=2)
+    ] * 2
 
 
 RESULT = StrategyResult(

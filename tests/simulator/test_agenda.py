@@ -26,3 +26,18 @@ def test_everything_is_done_in_the_order_of_time_and_then_of_entry() -> None:
         (2.0, "late"),
         (3.0, "last"),
     ]
+
+
+def test_time_passes_at_once_where_nothing_is_due_before() -> None:
+    agenda, seen = Agenda(), list[tuple[bool, float]]()
+
+    def skip(when: float) -> None:
+        seen.append((agenda.skip(when), agenda.now))
+
+    agenda.at(1.0, lambda: skip(2.0))
+    agenda.at(3.0, lambda: skip(4.0))
+    agenda.at(4.0, agenda.stop)
+    agenda.run()
+    # What is due at the same moment was entered earlier, and comes first.
+    assert seen == [(True, 2.0), (False, 3.0)]
+    assert not agenda.skip(9.0), "it has stopped"

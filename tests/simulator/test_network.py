@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from wingbeat.errors import UsageError
 from wingbeat.simulator import Links
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.interfaces import Interfaces, Stream
-from wingbeat.simulator.network import Network, Wires
+from wingbeat.simulator.network import Channel, Network, Wires
 from wingbeat.types import Layout
 
 A, B, C, D, E = range(5)
@@ -35,17 +36,26 @@ class Scene:
     def at(self, when: float, action: Callable[[], None]) -> None:
         self.agenda.at(when, action)
 
-    def take(self, key: tuple[object, ...]) -> None:
-        if self.network.receive(key, lambda: self.take(key)):
-            self.taken[key[2]] = self.agenda.now
+    def channel(self, name: object, source: int, target: int, link: int = 0) -> Channel:
+        return self.network.channel((source, target, name), (source, link), (target, link))
+
+    def take(self, name: object, channel: Channel) -> None:
+        """Record when a chunk arrives, or that it had arrived before now."""
+
+        def arriving(when: float) -> None:
+            self.taken[name] = max(when, self.agenda.now)
+
+        when = channel.receive(0, arriving)
+        if when is not None:
+            arriving(when)
 
     def send(
         self, name: object, source: int, target: int, nbytes: int = 200, link: int = 0
     ) -> None:
-        key = (source, target, name)
-        self.network.announce(key)
-        self.network.send(key, (source, link), (target, link), nbytes)
-        self.take(key)
+        channel = self.channel(name, source, target, link)
+        channel.announce(0)
+        channel.send(0, nbytes)
+        self.take(name, channel)
 
     def play(self) -> dict[object, float]:
         self.agenda.run()
@@ -105,22 +115,51 @@ def test_workers_of_a_host_share_its_interface_and_not_its_memory() -> None:
 
 def test_nothing_leaves_before_the_receiver_has_room_for_it() -> None:
     scene = Scene()
-    early = (A, B, "a")
-    scene.at(0.0, lambda: scene.network.send(early, (A, 0), (B, 0), 200))
-    scene.at(0.0, lambda: scene.take(early))
-    scene.at(3.0, lambda: scene.network.announce(early))
+    early = scene.channel("a", A, B)
+    scene.at(0.0, lambda: early.send(0, 200))
+    scene.at(0.0, lambda: scene.take("a", early))
+    scene.at(3.0, lambda: early.announce(0))
     scene.at(3.0, lambda: scene.send("b", A, B))
     assert scene.play() == {"a": 5.5, "b": 7.5}
 
 
 def test_what_is_there_is_taken_at_once_and_once() -> None:
     scene = Scene()
-    key = (A, B, "a")
-    scene.at(0.0, lambda: scene.network.announce(key))
-    scene.at(0.0, lambda: scene.network.send(key, (A, 0), (B, 0), 200))
-    scene.at(9.0, lambda: scene.take(key))
+    channel = scene.channel("a", A, B)
+    scene.at(0.0, lambda: channel.announce(0))
+    scene.at(0.0, lambda: channel.send(0, 200))
+    scene.at(9.0, lambda: scene.take("a", channel))
     assert scene.play() == {"a": 9.0}
-    assert not scene.network.receive(key, lambda: None)
+    assert channel.receive(0, lambda _when: None) is None
+
+
+def test_a_receiver_learns_the_arrival_when_the_last_byte_has_left() -> None:
+    scene = Scene()
+    channel, told = scene.channel("a", A, B), list[tuple[float, float]]()
+    channel.announce(0)
+    channel.send(0, 200)
+    assert channel.receive(0, lambda when: told.append((scene.agenda.now, when))) is None
+    scene.play()
+    assert told == [(2.0, 2.5)]
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_a_channel_on_which_one_end_waits_is_the_one_that_the_other_end_gets(side: str) -> None:
+    """Nothing else refers to it until the other end comes."""
+    scene = Scene()
+    if side == "sender":
+        scene.channel("a", A, B).send(0, 200)
+    else:
+        scene.take("a", scene.channel("a", A, B))
+    gc.collect()
+    again = scene.channel("a", A, B)
+    again.announce(0)
+    if side == "receiver":
+        again.send(0, 200)
+    else:
+        scene.take("a", again)
+    assert scene.play() == {"a": 2.5}
+    assert not scene.network.waiting
 
 
 flows = st.lists(
@@ -199,17 +238,18 @@ def test_hosts_and_switches_that_differ(links: dict, seconds: list[float], messa
     network = Network(agenda, Wires(Layout.even(4, 1), made))
     interfaces = Interfaces(agenda, made, lambda number: number)
     for source in (0, 1):
-        key = (source, source + 2, "chunk")
 
-        def arrived(source: int = source) -> None:
-            ended[source] = agenda.now
+        def arrived(when: float | None = None, source: int = source) -> None:
+            ended[source] = agenda.now if when is None else when
 
         if messages:
             interfaces.carry(Stream(source, source + 2, 0), 200, arrived)
         else:
-            network.announce(key)
-            network.send(key, (source, 0), (source + 2, 0), 200)
-            network.receive(key, arrived)
+            name = (source, source + 2, "chunk")
+            channel = network.channel(name, (source, 0), (source + 2, 0))
+            channel.announce(0)
+            channel.send(0, 200)
+            channel.receive(0, arrived)
     agenda.run()
     assert [ended[0], ended[1]] == pytest.approx(seconds, abs=0.08)
 

@@ -48,3 +48,27 @@ def test_a_processor_is_free_again() -> None:
     agenda.at(5.0, lambda: cores.work(1.0, lambda: over.append(agenda.now)))
     agenda.run()
     assert over == pytest.approx([2.0, 6.0])
+
+
+@pytest.mark.parametrize("count", [None, 1])
+def test_spent_time_is_over_at_once_unless_something_is_due(count: int | None) -> None:
+    agenda, over = Agenda(), list[float]()
+    cores = Cores(agenda, count)
+
+    def spend() -> None:
+        while cores.spend(1.0, spend):
+            over.append(agenda.now)
+
+    agenda.at(0.0, spend)
+    agenda.at(2.5, agenda.stop)
+    agenda.run()
+    assert over == [1.0, 2.0]
+
+
+def test_spent_time_waits_for_a_processor() -> None:
+    agenda, over = Agenda(), list[float]()
+    cores = Cores(agenda, 1)
+    cores.work(2.0, lambda: over.append(agenda.now))
+    assert not cores.spend(1.0, lambda: over.append(agenda.now))
+    agenda.run()
+    assert over == pytest.approx([2.0, 3.0], abs=2 * SLICE_S)

@@ -1,8 +1,8 @@
 """The ``wingbeat`` command: its subcommands, and errors as one line.
 
-``probe``, ``profile``, ``show``, ``store`` and ``top`` are defined here. Other packages add
-commands through the entry-point group ``wingbeat.commands``: each entry point names a function that
-receives the Typer application. ``wingbeat_lab`` adds ``bench``, ``demo`` and ``lab``, so this
+``plan``, ``probe``, ``profile``, ``show``, ``store`` and ``top`` are defined here. Other packages
+add commands through the entry-point group ``wingbeat.commands``: each entry point names a function
+that receives the Typer application. ``wingbeat_lab`` adds ``bench``, ``demo`` and ``lab``, so this
 package does not import it. A new entry point takes effect after the package is installed again.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from wingbeat.cli import probe, profile, show, store, top
+from wingbeat.cli import plan, probe, profile, show, store, top
 from wingbeat.errors import UsageError, WingbeatError
 
 # Typer bundles click under a private name, so its error is reached through a public class.
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 for entry_point in entry_points(group="wingbeat.commands"):
     entry_point.load()(app)
+plan.register(app)
 probe.register(app)
 profile.register(app)
 show.register(app)

@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from wingbeat import _native
 from wingbeat.topologies import Topology
@@ -63,8 +63,7 @@ times as long in a BCube(3, 2).
 MAX_SPANNING_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One chunk to or from ``peer`` over link number ``link``, with one ``tag`` on both sides."""
 
     peer: int
@@ -173,7 +172,7 @@ def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
             numbers[direction] += 1
             if isinstance(hop, Send):
                 transfer = Transfer(hop.peer, span, tag, link=hop.interface, near=hop.near)
-                last = last_overlap(receives[:known], span)
+                last = last_overlap(receives, span, known)
                 (first if last < 0 else unlocks[last]).append(transfer)
             else:
                 receives.append(Transfer(hop.peer, span, tag, hop.reduce, hop.interface, hop.near))
@@ -188,9 +187,12 @@ def _chunks(hops: Round, chunk: int) -> Iterator[tuple[Hop, Span]]:
         yield from (each for each in turn if each is not None)
 
 
-def last_overlap(receives: Sequence[Transfer], span: Span) -> int:
-    """Return the index of the last receive that writes into ``span``, or -1."""
-    for index in range(len(receives) - 1, -1, -1):
+def last_overlap(receives: Sequence[Transfer], span: Span, known: int | None = None) -> int:
+    """Return the index of the last of the first ``known`` receives that writes into ``span``.
+
+    -1: none does. ``known`` is all of them by default.
+    """
+    for index in range((len(receives) if known is None else known) - 1, -1, -1):
         if receives[index].span.overlaps(span):
             return index
     return -1
@@ -382,7 +384,8 @@ class Machine(Generic[T]):
         """Yield commands indefinitely; the driver performs each before it requests the next."""
         while True:
             if self._queue or self._active:
-                yield from self._begin_more()
+                if self._queue:
+                    yield from self._begin_more()
                 yield from self._process_first()
             else:
                 yield Idle()
@@ -402,28 +405,25 @@ class Machine(Generic[T]):
     def _process_first(self) -> Iterator[Command[T]]:
         """Process the next chunk of the first task, and keep no reference to a task."""
         task = self._active[0]
-        if not task.complete:
-            yield from self._advance(task)
-            for later in list(self._active):
-                if later.after is task:
+        receives, index = task.program.receives, task.taken
+        if index < len(receives):
+            yield AwaitChunk(task, receives[index])
+            task.taken = index = index + 1
+            if index - 1 + self._ahead < len(receives):
+                yield PostReceive(task, receives[index - 1 + self._ahead])
+            for transfer in task.program.unlocks[index - 1]:
+                yield SendChunk(task, transfer)
+                task.unsent -= 1
+            if len(self._active) > 1:
+                for later in [each for each in self._active if each.after is task]:
                     yield from self._release(later)
-        if task.complete:
+        if index == len(receives):
             yield Complete(self._active.popleft())
             self._draining.append(task)
             # Its last chunks may queue behind the next task's, which proceeds first.
             while len(self._draining) > (1 if self._active else 0):
                 yield AwaitSends(self._draining[0])
                 self._draining.popleft()
-
-    def _advance(self, task: T) -> Iterator[Command[T]]:
-        receives, index = task.program.receives, task.taken
-        yield AwaitChunk(task, receives[index])
-        task.taken += 1
-        if index + self._ahead < len(receives):
-            yield PostReceive(task, receives[index + self._ahead])
-        for transfer in task.program.unlocks[index]:
-            yield SendChunk(task, transfer)
-            task.unsent -= 1
 
     def _release(self, task: T) -> Iterator[Command[T]]:
         """Send the first chunks that the previous task has finished."""

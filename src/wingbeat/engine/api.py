@@ -46,6 +46,8 @@ from wingbeat.observe.reporter import (
     job_name,
     places,
 )
+from wingbeat.parts.plan import Chosen
+from wingbeat.parts.schedule import Decoupled
 from wingbeat.parts.strategy import Strategy
 from wingbeat.traits import MEANS
 from wingbeat.transport.mesh import column_of, describe, refuse_unequal, replicas_of
@@ -65,7 +67,7 @@ _INSIDE = ("optimizer", "_optimizer")
 def distribute(
     model: ModelT,
     optimizer: OptimizerT,
-    strategy: Strategy,
+    strategy: Strategy | None = None,
     *,
     world: World | None = None,
     mesh: DeviceMesh | None = None,
@@ -86,7 +88,9 @@ def distribute(
     Args:
         model: any module; parameters that require no gradient are not changed.
         optimizer: any ``torch.optim`` optimizer over parameters of ``model``.
-        strategy: ``wingbeat.AllReduce()``, ``wingbeat.DeAR()``...
+        strategy: ``wingbeat.AllReduce()``, ``wingbeat.DeAR()``...; default: ``wingbeat.Auto()``,
+            which tries a few exact ones in the first iterations and keeps the fastest. With a mesh,
+            or LBFGS, which it cannot try: ``wingbeat.AllReduce()``.
         world: the workers; default: those of `wingbeat.init`.
         mesh: a mesh of all ranks of torch's default group, which are those of the job, or of this
             replica (``WINGBEAT_REPLICA``); default: each rank holds the whole model.
@@ -101,6 +105,8 @@ def distribute(
             difference.
     """
     given, optimizer = optimizer, cast(OptimizerT, unwrapped(optimizer))
+    if strategy is None:
+        strategy = default_strategy(optimizer, meshed=mesh is not None)
     if mesh is None and across is not None:
         raise UsageError(f"distribute(across={across!r}): it names a dimension of mesh=, not given")
     _check(model, optimizer, strategy, meshed=mesh is not None)
@@ -151,6 +157,13 @@ def distribute(
     engine.meter.strategy = repr(strategy)
     report(whole, engine.meter)
     return model, given
+
+
+def default_strategy(optimizer: torch.optim.Optimizer, *, meshed: bool) -> Strategy:
+    """Return ``Auto()``, or ``AllReduce()`` where schedules cannot change in training."""
+    if meshed or isinstance(optimizer, torch.optim.LBFGS):
+        return Strategy().called("AllReduce()")
+    return Strategy(plan=Chosen(), schedule=Decoupled()).called("Auto()")
 
 
 def _check_returned(world: World, strategy: Strategy) -> None:

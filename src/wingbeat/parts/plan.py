@@ -6,9 +6,10 @@ Sizes are in MB of 2**20 bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from wingbeat.compression import CodecOptions, Sketch
 from wingbeat.settings import SIZE, Settings
 from wingbeat.traits import ROUNDS, Part
 from wingbeat.types import Fusion, Tuning
@@ -285,14 +286,14 @@ class Candidate(NamedTuple):
         schedule: the name of its state machine in `wingbeat.schedules`.
         fusion: the rule for its buckets.
         topology: the name of its topology; empty: the strategy's own.
-        coded: whether gradients go through the strategy's codec.
+        codec: what gradients go through, the strategy's codec or one with fewer bits; None: none.
     """
 
     name: str
     schedule: str
     fusion: Fusion
     topology: str = ""
-    coded: bool = False
+    codec: CodecOptions | None = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -332,11 +333,13 @@ class Chosen(PlanPart):
         """Return the plan itself."""
         return self
 
-    def candidates(self, topology: str = "", codec: str = "") -> tuple[Candidate, ...]:
-        """Return five candidates at most, the initial one first.
+    def candidates(
+        self, topology: str = "", codec: CodecOptions | None = None
+    ) -> tuple[Candidate, ...]:
+        """Return five candidates at most, six with a codec; the initial one first.
 
-        ``topology`` is one to try in addition, ``codec`` the repr of the strategy's codec; empty:
-        none.
+        ``topology`` is one to try in addition, without a codec; empty: none. ``codec`` is the
+        strategy's. A sketch is also tried with half of its bits.
         """
         small = self.mb / 5
         whole, fifth = Fusion(bucket_bytes=in_bytes(self.mb)), Fusion(bucket_bytes=in_bytes(small))
@@ -349,11 +352,12 @@ class Chosen(PlanPart):
             Candidate(f"DeAR(plan='fixed', {fewer})", "dear", fifth),
         ]
         if codec:
-            end = f", compression={codec})"
-            found += [
-                Candidate(f"DeAR(plan='fixed', {size}{end}", "dear", whole, coded=True),
-                Candidate(f"DeAR(plan='fixed', {fewer}{end}", "dear", fifth, coded=True),
-            ]
+            tried = [(codec, size, whole), (codec, fewer, fifth)]
+            if isinstance(codec, Sketch) and codec.bits > 2:
+                tried.append((replace(codec, bits=codec.bits // 2), size, whole))
+            for each, mb, fusion in tried:
+                name = f"DeAR(plan='fixed', {mb}, compression={each!r})"
+                found.append(Candidate(name, "dear", fusion, codec=each))
             return tuple(found)
         found.append(Candidate("DeAR(plan='layers@1')", "dear", Fusion(kind="layers", layers=1)))
         if topology:

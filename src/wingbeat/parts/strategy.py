@@ -88,6 +88,11 @@ class Strategy(Settings):
                 "another plan, such as FixedBuckets()"
             )
 
+    def called(self, call: str) -> Strategy:
+        """Return the strategy itself, with the ``call`` of a preset as its repr."""
+        object.__setattr__(self, "_call", call)
+        return self
+
     def __repr__(self) -> str:
         if self._call:
             return self._call

@@ -50,6 +50,11 @@ from wingbeat.settings import is_number
 from wingbeat.transport.world import World
 from wingbeat.types import Tuning
 
+DOUBLED_BYTES = 1 << 20
+"""Most bytes of gradients with which doubling is tried where hosts have several workers: it sends
+those of each worker to other hosts, in place of a host's sum.
+"""
+
 FIRST_WINDOWS = 2
 """Consecutive windows with drift before sizes are tuned again; doubled each time."""
 
@@ -130,10 +135,21 @@ class CompressionController:
         return self._trial.report(seconds)
 
 
+class Views(Protocol):
+    """The contents of ``p.grad``."""
+
+    def follow(self, schedule: Schedule) -> None:
+        """Hide gradients, from the next buckets on, only if ``schedule`` completes them later."""
+
+
 class Scheduled(Protocol):
     """What performs the commands of a schedule, which may be replaced between two iterations."""
 
     schedule: Schedule
+
+    @property
+    def views(self) -> Views:
+        """The contents of ``p.grad``, which depend on the schedule."""
 
 
 class StrategyController:
@@ -160,10 +176,10 @@ class StrategyController:
         self._schedules = {strategy.machine: runtime.schedule}
         codec = strategy.codec
         topology = "" if codec else _another_topology(bucketing, collectives)
-        self._possible = plan.candidates(topology, "" if codec is None else repr(codec))
+        self._possible = plan.candidates(topology, codec)
         self._current = self._possible[0]
         self._candidates: Sequence[Candidate] = ()
-        self._compression.on = self._current.coded
+        self._compression.use(self._current.codec)
         self._trial: Trial[int, list[float]] | None = None
         self._iterations = 0
         self.done = False
@@ -213,7 +229,7 @@ class StrategyController:
         order, found = self._bucketing.ready_order, dict[Any, Candidate]()
         for each in self._possible:
             buckets = make_plan(each.fusion, specs, order).buckets
-            found.setdefault((each.schedule, buckets, each.topology, each.coded), each)
+            found.setdefault((each.schedule, buckets, each.topology, each.codec), each)
         self._candidates, self._iterations = list(found.values()), 0
         self._trial = strategy_trial(len(found), self._plan.steps, world.rank, world.ranks)
         self._use(self._candidates[self._trial.candidate])
@@ -222,9 +238,10 @@ class StrategyController:
         if candidate.schedule not in self._schedules:
             self._schedules[candidate.schedule] = BY_NAME[candidate.schedule]()
         # It receives `Planned` when the buckets are made, before any gradient is in them.
-        self._runtime.schedule = self._schedules[candidate.schedule]
+        self._runtime.schedule = schedule = self._schedules[candidate.schedule]
+        self._runtime.views.follow(schedule)
         self._bucketing.use(candidate.fusion)
-        self._compression.on = candidate.coded
+        self._compression.use(candidate.codec)
         if candidate.topology != self._current.topology:
             self._collectives.use(candidate.topology or self._strategy.topology)
         self._current = candidate
@@ -273,14 +290,16 @@ class StrategyController:
 def _another_topology(bucketing: Bucketing, collectives: Collectives) -> str:
     """Return a topology to try beside the strategy's own; empty: none.
 
-    Where hosts have several workers, a ring sums inside of them first, and doubling does not. Else
-    a mesh has fewer hops. Tensors of accelerators keep the strategy's: their sums inside hosts
-    have one topology.
+    Where hosts have several workers, a ring sums inside of them first, and doubling does not, so
+    that it is tried for little data alone. Else a mesh has fewer hops. Tensors of accelerators keep
+    the strategy's: their sums inside hosts have one topology.
     """
     world = collectives.world
     if bucketing.device.type != "cpu" or world.size < 3:
         return ""
     several = 1 < len(world.layout.hosts) < world.layout.workers
+    if several and sum(spec.nbytes for spec in bucketing.specs) > DOUBLED_BYTES:
+        return ""
     found = "doubling" if several else "mesh"
     return found if collectives.fits(found) else ""
 

@@ -380,8 +380,8 @@ STRATEGY_MARGINS = (0.5, 0.1)
 is short, and another job may disturb all of it, so the first round only drops what is far behind.
 """
 
-STRATEGIES_LEFT = 3
-"""Most strategies that remain after the first round."""
+STRATEGIES_LEFT = (3, 2, 1)
+"""Most strategies that remain after each round."""
 
 
 def strategy_trial(
@@ -406,11 +406,12 @@ def _search_strategies(count: int) -> Search[int, list[float]]:
     times: list[list[float]] = [[] for _ in range(count)]
     medians = [math.inf] * count
     remaining = list(range(count))
-    for number, margin in enumerate((*STRATEGY_MARGINS, 0.0)):
+    rounds = zip((*STRATEGY_MARGINS, 0.0), STRATEGIES_LEFT, strict=True)
+    for number, (margin, left) in enumerate(rounds):
         for each in remaining[::-1] if number % 2 else list(remaining):
             times[each] += yield each
             medians[each] = statistics.median(times[each])
-        fastest = sorted(remaining, key=lambda each: medians[each])[:STRATEGIES_LEFT]
+        fastest = sorted(remaining, key=lambda each: medians[each])[:left]
         most = (1.0 + margin) * medians[fastest[0]]
         remaining = [each for each in remaining if each in fastest and medians[each] <= most]
         if len(remaining) == 1:

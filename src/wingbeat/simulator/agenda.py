@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections.abc import Callable
+
+_YOUNG = 50_000
+"""New objects between searches for garbage: most of a run's are in the agenda, and survive."""
 
 
 class Agenda:
@@ -20,11 +24,26 @@ class Agenda:
         heapq.heappush(self._entries, (when, self._entered, action))
         self._entered += 1
 
+    def skip(self, when: float) -> bool:
+        """Advance to ``when`` if no action is due until then; False: one is, or the agenda stops.
+
+        An action that would schedule its continuation and return can continue at once instead.
+        """
+        if self._stopped or (self._entries and self._entries[0][0] <= when):
+            return False
+        self.now = when
+        return True
+
     def run(self) -> None:
         """Run actions, including new ones, until none is left or `stop` is called."""
-        while self._entries and not self._stopped:
-            self.now, _, action = heapq.heappop(self._entries)
-            action()
+        usual = gc.get_threshold()
+        gc.set_threshold(max(_YOUNG, usual[0]) if usual[0] else 0, *usual[1:])
+        try:
+            while self._entries and not self._stopped:
+                self.now, _, action = heapq.heappop(self._entries)
+                action()
+        finally:
+            gc.set_threshold(*usual)
 
     def stop(self) -> None:
         """Stop after the current action."""

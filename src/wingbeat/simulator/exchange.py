@@ -42,7 +42,7 @@ from wingbeat.simulator.codecs import (
 )
 from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
-from wingbeat.simulator.network import Carrier, Key
+from wingbeat.simulator.network import Carrier, Channel
 from wingbeat.simulator.processors import Cores
 from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring
 from wingbeat.types import Layout, Span, blocks_of
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 NO_BLOCK = Span(0, 0)
 
+_TAG_BITS = 40
+"""Bits of the tags of a collective's chunks."""
+
 _ROW_BYTES = 64
 """Bytes by which a worker announces how it uses its gradients, more or less."""
 
@@ -62,7 +65,8 @@ class Collective(Task):
     """One collective of one worker in one lane; its ``number`` is equal on every worker.
 
     ``packing`` is that of chunks to other hosts. ``rounded`` is the worker's block where it sends
-    the result: encoded once for all receivers, and decoded in place.
+    the result: encoded once for all receivers, and decoded in place. ``costs`` are those of its
+    transfers that are known, by their identity; ``first_chunk`` is added to their tags.
     """
 
     def __init__(
@@ -73,9 +77,11 @@ class Collective(Task):
         after: Collective | None,
         packing: Packing | None,
         rounded: Span,
+        costs: dict[int, _Cost],
     ) -> None:
         super().__init__(program, after)
-        self.number = number
+        self.costs = costs
+        self.first_chunk = number << _TAG_BITS
         self.itemsize = itemsize
         self.packing, self.rounded = packing, rounded
         self.encoded: set[Span] = set()
@@ -101,6 +107,27 @@ class Alike(NamedTuple):
         """Return the sender that represents ``source``, and the receiver of what it sends then."""
         first = source % self.period
         return first, (target - source + first) % self.workers
+
+
+class _Peer(NamedTuple):
+    """Another worker: whether it is on the same host, and the channels from it and to it."""
+
+    near: bool
+    inward: Channel
+    outward: Channel
+
+
+class _Cost(NamedTuple):
+    """What a chunk takes: its channel, its bytes, and seconds of the lane to send or receive it.
+
+    ``coded`` is the work to decode it before, if the codec's work has idle seconds; else
+    ``seconds`` has them.
+    """
+
+    channel: Channel
+    nbytes: int
+    seconds: float
+    coded: Slowed | None = None
 
 
 class Lane:
@@ -129,9 +156,13 @@ class Lane:
         self._work = work
         self._machine: Machine[Collective] = Machine()
         self._commands: Iterator[programs.Command[Collective]] = self._machine.commands()
-        self._blocked: programs.AwaitChunk[Collective] | None = None
+        self._peers: dict[tuple[int, int], _Peer] = {}
+        self._costs: dict[tuple[int, float], tuple[Program, dict[int, _Cost]]] = {}
+        self._receiving: _Cost | None = None
         self._resting = True
         self._submitted = 0
+        # Bound once, as they are passed with each chunk.
+        self._resume, self._arriving = self._go, self._await_arrival
 
     def submit(
         self,
@@ -142,55 +173,118 @@ class Lane:
         rounded: Span = NO_BLOCK,
     ) -> Collective:
         """Queue a program."""
-        exchange = Collective(program, self._submitted, itemsize, after, packing, rounded)
+        costs = self._known_costs(program, itemsize) if packing is None else {}
+        exchange = Collective(program, self._submitted, itemsize, after, packing, rounded, costs)
         self._submitted += 1
         self._machine.submit(exchange)
         if self._resting:
             self._resting = False
-            self._agenda.at(self._agenda.now, self._go)
+            self._agenda.at(self._agenda.now, self._resume)
         return exchange
 
     def _go(self) -> None:
-        """Run all commands that take no time, and start one that does."""
-        while True:
-            command = self._blocked or next(self._commands)
-            self._blocked = None
-            match command:
-                case programs.PostReceive(task, transfer):
-                    self._network.announce(self._receive_key(task, transfer))
-                case programs.AwaitChunk(task, transfer):
-                    if not self._network.receive(self._receive_key(task, transfer), self._go):
-                        self._blocked = command
-                        return
-                    self._code(
-                        self._decode(task, transfer),
-                        partial(self._wait, self._receive_s(task, transfer)),
-                    )
-                    return
-                case programs.SendChunk(task, transfer):
-                    self._code(self._encode(task, transfer), partial(self._sent, task, transfer))
-                    return
-                case programs.Complete(task):
-                    self._complete(task)
-                case programs.Idle():
-                    self._resting = True
-                    return
+        """Perform commands, as the last thing that an action does, until one has to wait."""
+        for command in self._commands:
+            kind = type(command)
+            if kind is programs.AwaitChunk:
+                wait = self._await_chunk(command.task, command.transfer)  # type: ignore[union-attr]
+            elif kind is programs.SendChunk:
+                wait = self._encode_chunk(command.task, command.transfer)  # type: ignore[union-attr]
+            elif kind is programs.PostReceive:
+                task, transfer = command.task, command.transfer  # type: ignore[union-attr]
+                peer = self._peers.get((transfer.peer, transfer.link)) or self._peer(transfer)
+                peer.inward.announce(task.first_chunk + transfer.tag)
+                continue
+            elif kind is programs.Complete:
+                self._complete(command.task)  # type: ignore[union-attr]
+                continue
+            elif kind is programs.Idle:
+                self._resting = wait = True
+            else:
+                continue
+            if wait:
+                return
 
-    def _wait(self, seconds: float) -> None:
-        self._cores.work(seconds, self._go)
+    def _await_chunk(self, task: Collective, transfer: Transfer) -> bool:
+        """Receive and apply a chunk; return whether that has to wait."""
+        cost = task.costs.get(id(transfer)) or self._receive_cost(task, transfer)
+        self._receiving = cost
+        when = cost.channel.receive(task.first_chunk + transfer.tag, self._arriving)
+        if when is None:
+            return True
+        if when > self._agenda.now:
+            self._await_arrival(when)
+            return True
+        if cost.coded is not None:
+            self._decode(cost.coded, cost.seconds)
+            return True
+        return not self._cores.spend(cost.seconds, self._resume)
 
-    def _code(self, work: Slowed, over: Callable[[], None]) -> None:
-        """Encode or decode, if there is anything to do."""
-        if work.seconds:
-            code(work, self._cores, self._agenda, over)
+    def _await_arrival(self, when: float) -> None:
+        """Apply the awaited chunk from its arrival on."""
+        cost = self._receiving
+        assert cost is not None, "a chunk is awaited"
+        if cost.coded is not None:
+            self._agenda.at(when, partial(self._decode, cost.coded, cost.seconds))
+        elif self._cores.unlimited:
+            self._agenda.at(when + cost.seconds, self._resume)
         else:
-            over()
+            self._agenda.at(when, partial(self._cores.work, cost.seconds, self._resume))
+
+    def _decode(self, work: Slowed, seconds: float) -> None:
+        """Decode a chunk, and receive it in so many seconds."""
+        received = partial(self._cores.work, seconds, self._resume)
+        code(work, self._cores, self._agenda, received)
+
+    def _encode_chunk(self, task: Collective, transfer: Transfer) -> bool:
+        """Encode and send a chunk; return whether that has to wait."""
+        if task.packing is not None:
+            work, encoded = self._encoding(task, transfer), partial(self._sent, task, transfer)
+            if work.idle:
+                code(work, self._cores, self._agenda, encoded)
+                return True
+            if not self._cores.spend(work.busy, encoded):
+                return True
+        return self._send_chunk(task, transfer)
 
     def _sent(self, task: Collective, transfer: Transfer) -> None:
-        self._send_chunk(task, transfer)
-        self._wait(self._chunk_s(task, transfer))
+        if not self._send_chunk(task, transfer):
+            self._go()
 
-    def _encode(self, task: Collective, transfer: Transfer) -> Slowed:
+    def _send_chunk(self, task: Collective, transfer: Transfer) -> bool:
+        """Send a chunk; return whether that has to wait."""
+        cost = task.costs.get(id(transfer)) or self._send_cost(task, transfer)
+        cost.channel.send(task.first_chunk + transfer.tag, cost.nbytes)
+        return not self._cores.spend(cost.seconds, self._resume)
+
+    def _known_costs(self, program: Program, itemsize: float) -> dict[int, _Cost]:
+        """Return the costs of a program's transfers so far, by their identity."""
+        key = id(program), itemsize
+        if key not in self._costs:
+            self._costs[key] = program, {}  # which is kept, as its id is the key
+        return self._costs[key][1]
+
+    def _receive_cost(self, task: Collective, transfer: Transfer) -> _Cost:
+        peer = self._peer(transfer)
+        nbytes, packing = self._nbytes(task, transfer), self._packing(task, transfer)
+        seconds = self._chunk_s(nbytes, peer)
+        coded = None
+        if packing is not None:  # decoded and added in one pass
+            coded = self._decoding(packing, transfer.span)
+            if not coded.idle:
+                seconds, coded = seconds + coded.busy, None
+        elif transfer.reduce and not peer.near:
+            seconds += nbytes * self._work.add_s_per_byte
+        cost = task.costs[id(transfer)] = _Cost(peer.inward, nbytes, seconds, coded)
+        return cost
+
+    def _send_cost(self, task: Collective, transfer: Transfer) -> _Cost:
+        peer, nbytes = self._peer(transfer), self._nbytes(task, transfer)
+        cost = _Cost(peer.outward, nbytes, self._chunk_s(nbytes, peer))
+        task.costs[id(transfer)] = cost
+        return cost
+
+    def _encoding(self, task: Collective, transfer: Transfer) -> Slowed:
         """Return the work to pack a chunk: that of a result once for all receivers."""
         packing, span, prices = self._packing(task, transfer), transfer.span, self._work.prices
         if packing is None or span in task.encoded:
@@ -203,14 +297,12 @@ class Lane:
         seconds = packing.seconds(span)
         return self._slowed(sum(seconds) if rounded else seconds.encode)
 
-    def _decode(self, task: Collective, transfer: Transfer) -> Slowed:
+    def _decoding(self, packing: Packing, span: Span) -> Slowed:
         """Return the work to unpack a chunk, and to add it in the same pass."""
-        packing, prices = self._packing(task, transfer), self._work.prices
-        if packing is None:
-            return Slowed()
+        prices = self._work.prices
         if prices is not None and packing.coding is not None:
-            return self._priced(prices.unpack, transfer.span)
-        return self._slowed(packing.seconds(transfer.span).decode)
+            return self._priced(prices.unpack, span)
+        return self._slowed(packing.seconds(span).decode)
 
     def _slowed(self, seconds: float) -> Slowed:
         return slowed(seconds, self._work.codecs, self._work.codecs_idle)
@@ -218,43 +310,39 @@ class Lane:
     def _priced(self, price: Price, span: Span) -> Slowed:
         return priced(price, len(span), self._work.codecs, self._work.codecs_idle)
 
-    def _receive_s(self, task: Collective, transfer: Transfer) -> float:
-        seconds = self._chunk_s(task, transfer)
-        packed = self._packing(task, transfer) is not None
-        if transfer.reduce and not packed and not self._near(transfer):
-            seconds += self._nbytes(task, transfer) * self._work.add_s_per_byte
-        return seconds
-
-    def _chunk_s(self, task: Collective, transfer: Transfer) -> float:
-        far = 0.0 if self._near(transfer) else self._nbytes(task, transfer)
+    def _chunk_s(self, nbytes: int, peer: _Peer) -> float:
+        far = 0.0 if peer.near else nbytes
         return self._work.chunk_s + far * self._work.wire_s_per_byte
-
-    def _near(self, transfer: Transfer) -> bool:
-        return self._network.near(self._rank, transfer.peer)
 
     def _packing(self, task: Collective, transfer: Transfer) -> Packing | None:
         return None if transfer.near else task.packing
 
     def _nbytes(self, task: Collective, transfer: Transfer) -> int:
-        packing = self._packing(task, transfer)
+        packing, span = self._packing(task, transfer), transfer.span
         if packing is not None:
-            return packing.nbytes(transfer.span)
-        return int(len(transfer.span) * task.itemsize)
+            return packing.nbytes(span)
+        return int((span.stop - span.start) * task.itemsize)
 
-    def _send_chunk(self, task: Collective, transfer: Transfer) -> None:
-        to, link = transfer.peer, transfer.link
-        source = self._rank, link
-        target = (to % self._alike.period if self._alike else to), link
-        key = self._key(self._rank, to, task, transfer)
-        self._network.send(key, source, target, self._nbytes(task, transfer))
+    def _peer(self, transfer: Transfer) -> _Peer:
+        """Return the peer and the channels of a chunk."""
+        known = self._peers.get((transfer.peer, transfer.link))
+        if known is None:
+            rank, peer, link = self._rank, transfer.peer, transfer.link
+            known = self._peers[peer, link] = _Peer(
+                self._network.near(rank, peer),
+                self._channel(peer, rank, link),
+                self._channel(rank, peer, link),
+            )
+        return known
 
-    def _receive_key(self, task: Collective, transfer: Transfer) -> Key:
-        return self._key(transfer.peer, self._rank, task, transfer)
-
-    def _key(self, source: int, target: int, task: Collective, transfer: Transfer) -> Key:
+    def _channel(self, source: int, target: int, link: int) -> Channel:
+        into = target
         if self._alike:
             source, target = self._alike.represented(source, target)
-        return source, target, transfer.link, self._lane, task.number, transfer.tag
+            into = target % self._alike.period
+        return self._network.channel(
+            (source, target, link, self._lane), (source, link), (into, link)
+        )
 
     def _complete(self, task: Collective) -> None:
         task.over = True
@@ -636,10 +724,10 @@ class SimulationContext:
     column: int = 0
     columns: int = 1
 
-    def collectives(self) -> SimulatedExchanges:
-        """Return collectives along the topology."""
+    def collectives(self, topology: Topology | None = None) -> SimulatedExchanges:
+        """Return collectives along a topology; by default the strategy's, fitted to the hosts."""
         workers = self.layout.workers
-        topology = topologies.fitted(self.topology, self.layout, self.links.count)
+        topology = topology or topologies.fitted(self.topology, self.layout, self.links.count)
         mesh = topologies.fitted("mesh", self.layout, self.links.count)
         options = options_of(self.wire)
         # Blocks have different bytes where only some of their parameters have a codec or factors.

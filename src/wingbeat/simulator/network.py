@@ -6,7 +6,9 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, cast
+from weakref import WeakValueDictionary
 
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Traffic
@@ -15,8 +17,8 @@ from wingbeat.types import Layout
 Side = tuple[int, int]
 """A worker and one of its interfaces."""
 
-Key = tuple[Hashable, ...]
-"""Unique key of a chunk; it begins with its sender and its receiver."""
+Name = tuple[Hashable, ...]
+"""Unique name of a channel; it begins with its sender and its receiver."""
 
 
 class Carrier(Protocol):
@@ -26,14 +28,8 @@ class Carrier(Protocol):
         """Whether two workers are on one host."""
         ...
 
-    def announce(self, key: Key) -> None:
-        """Announce that the receiver has a buffer for the chunk ``key``."""
-
-    def send(self, key: Key, source: Side, target: Side, nbytes: int) -> None:
-        """Send the chunk ``key``."""
-
-    def receive(self, key: Key, resume: Callable[[], None]) -> bool:
-        """Receive the chunk ``key`` if it has arrived; otherwise call ``resume`` when it does."""
+    def channel(self, name: Name, source: Side, target: Side) -> Channel:
+        """Return the channel called ``name``, the same one for its sender and its receiver."""
         ...
 
 
@@ -100,74 +96,70 @@ class Network:
     chunk leaves when it has been sent and its receiver has announced a buffer. All connections that
     carry a chunk share their ports max-min fair: the rates of those on the busiest port are equal,
     and what they leave of other ports goes to the others there.
+
+    Attributes:
+        waiting: the channels on which an end waits for the other, which may not have it yet.
     """
 
     def __init__(self, agenda: Agenda, wires: Wires, traffic: Traffic | None = None) -> None:
         self._agenda, self._wires, self._traffic = agenda, wires, traffic
         self._bundles: dict[Route, _Bundle] = {}
         self._on: dict[Hashable, dict[_Bundle, None]] = {}
-        self._connections: dict[Key, _Connection] = {}
-        self._announced: set[Key] = set()
-        self._submitted: dict[Key, tuple[Side, Side, int]] = {}
-        self._arrived: set[Key] = set()
-        self._waiting: dict[Key, Callable[[], None]] = {}
+        self._connections: dict[Name, _Connection] = {}
+        # Averages make many, so those that neither an end nor a chunk keeps are removed.
+        self._channels: WeakValueDictionary[Name, Channel] = WeakValueDictionary()
+        self.waiting: set[Channel] = set()
 
     def near(self, source: int, target: int) -> bool:
         """Whether two workers are on one host."""
         return self._wires.near(source, target)
 
-    def announce(self, key: Key) -> None:
-        """Announce that the receiver has a buffer for the chunk ``key``."""
-        handed = self._submitted.pop(key, None)
-        if handed is None:
-            self._announced.add(key)
-        else:
-            self._transmit(key, *handed)
+    def channel(self, name: Name, source: Side, target: Side) -> Channel:
+        """Return the channel called ``name``, the same one for its sender and its receiver.
 
-    def send(self, key: Key, source: Side, target: Side, nbytes: int) -> None:
-        """Send the chunk ``key``."""
-        if key in self._announced:
-            self._announced.remove(key)
-            self._transmit(key, source, target, nbytes)
-        else:
-            self._submitted[key] = source, target, nbytes
+        Channels between two workers over one interface share a connection.
+        """
+        channel = self._channels.get(name)
+        if channel is None:
+            ends = (*name[:2], source[1], target[1])
+            connection = self._connections.get(ends)
+            if connection is None:
+                connection = self._connections[ends] = self._connect(name, source, target)
+            channel = self._channels[name] = Channel(self, connection)
+        return channel
 
-    def receive(self, key: Key, resume: Callable[[], None]) -> bool:
-        """Receive the chunk ``key`` if it has arrived; otherwise call ``resume`` when it does."""
-        if key in self._arrived:
-            self._arrived.remove(key)
-            return True
-        self._waiting[key] = resume
-        return False
-
-    def _transmit(self, key: Key, source: Side, target: Side, nbytes: int) -> None:
-        name = (*key[:2], source[1], target[1])
-        connection = self._connections.get(name)
-        if connection is None:
-            connection = self._connections[name] = self._connect(key, source, target)
-        connection.chunks.append((key, nbytes))
+    def transmit(self, connection: _Connection, channel: Channel, chunk: int, nbytes: int) -> None:
+        """Carry a chunk after those of the same connection."""
+        connection.chunks.append((channel, chunk, nbytes))
         if len(connection.chunks) == 1:
             bundle = connection.bundle
             bundle.settle(self._agenda.now)
             bundle.begin(connection, self._agenda.now)
             self._share(bundle)
 
-    def _connect(self, key: Key, source: Side, target: Side) -> _Connection:
-        near = self._wires.near(*cast(tuple[int, int], key[:2]))
+    def _connect(self, name: Name, source: Side, target: Side) -> _Connection:
+        near = self._wires.near(*cast(tuple[int, int], name[:2]))
         route = self._wires.route(source, target, near=near)
         if route not in self._bundles:
-            self._bundles[route] = _Bundle(route)
+            limit = min(map(self._wires.bytes_per_s, route.ports))
+            self._bundles[route] = _Bundle(route, limit)
         return _Connection(self._bundles[route], -1 if near else self._wires.host_of(source[0]))
 
     def _share(self, changed: _Bundle) -> None:
         """Share the ports again after a connection of a bundle has begun or ended to carry."""
+        alone = True
         for port in changed.route.ports:
             carrying = self._on.setdefault(port, {})
             if changed.ends:
                 carrying[changed] = None
+                alone = alone and len(carrying) == 1
             else:
                 carrying.pop(changed, None)
-        rates = self._rates(self._reached(changed))
+                alone = alone and not carrying
+        if alone:
+            rates = {changed: changed.limit / len(changed.ends)} if changed.ends else {}
+        else:
+            rates = self._rates(self._reached(changed))
         rates.setdefault(changed, 0.0)
         for bundle, rate in rates.items():
             if rate != bundle.rate or bundle is changed:
@@ -212,45 +204,97 @@ class Network:
         bundle.version = version = bundle.version + 1
         if bundle.ends:
             ahead = max(0.0, bundle.ends[0][0] - bundle.carried) / bundle.rate
-            self._agenda.at(self._agenda.now + ahead, lambda: self._ended(bundle, version))
+            self._agenda.at(self._agenda.now + ahead, partial(self._ended, bundle, version))
 
     def _ended(self, bundle: _Bundle, version: int) -> None:
         if version != bundle.version:
             return
-        now = self._agenda.now
-        bundle.carried, bundle.since = bundle.ends[0][0], now
-        before = len(bundle.ends)
-        over = []
-        while bundle.ends and bundle.ends[0][0] <= bundle.carried:
-            over.append(heapq.heappop(bundle.ends)[2])
+        now, ends = self._agenda.now, bundle.ends
+        carried, bundle.since = ends[0][0], now
+        bundle.carried, before = carried, len(ends)
+        over = [heapq.heappop(ends)[2]]
+        while ends and ends[0][0] <= carried:
+            over.append(heapq.heappop(ends)[2])
         for connection in over:
-            key, nbytes = connection.chunks.popleft()
+            channel, chunk, nbytes = connection.chunks.popleft()
             if self._traffic is not None and connection.host >= 0:
                 self._traffic.carried(connection.host, connection.begun, now, nbytes)
-            self._agenda.at(now + bundle.route.latency_s, lambda key=key: self._arrive(key))  # type: ignore[misc]
+            channel.end(chunk, now + bundle.route.latency_s)
             if connection.chunks:
                 bundle.begin(connection, now)
-        if len(bundle.ends) == before:
+        if len(ends) == before:
             self._expect(bundle)
         else:
             self._share(bundle)
 
-    def _arrive(self, key: Key) -> None:
-        self._arrived.add(key)
-        resume = self._waiting.pop(key, None)
-        if resume is not None:
-            resume()
+
+class Channel:
+    """Chunks of one lane from a worker to another one, by unique numbers."""
+
+    __slots__ = (
+        "__weakref__", "_announced", "_arrivals", "_awaited", "_connection", "_network",
+        "_submitted",
+    )  # fmt: skip
+
+    def __init__(self, network: Network, connection: _Connection) -> None:
+        self._network, self._connection = network, connection
+        self._announced: set[int] = set()
+        self._submitted: dict[int, int] = {}
+        self._arrivals: dict[int, float] = {}
+        self._awaited: dict[int, Callable[[float], None]] = {}
+
+    def announce(self, chunk: int) -> None:
+        """Announce that the receiver has a buffer for a chunk."""
+        if chunk in self._submitted:
+            nbytes = self._submitted.pop(chunk)
+            self._release()
+            self._network.transmit(self._connection, self, chunk, nbytes)
+        else:
+            self._announced.add(chunk)
+
+    def send(self, chunk: int, nbytes: int) -> None:
+        """Send a chunk once the receiver has a buffer for it."""
+        if chunk in self._announced:
+            self._announced.remove(chunk)
+            self._network.transmit(self._connection, self, chunk, nbytes)
+        else:
+            self._submitted[chunk] = nbytes
+            self._network.waiting.add(self)
+
+    def receive(self, chunk: int, arriving: Callable[[float], None]) -> float | None:
+        """Return when a chunk arrives, or has arrived; None: ``arriving`` is called with that.
+
+        It is called as soon as all bytes have left, one latency before they arrive.
+        """
+        when = self._arrivals.pop(chunk, None)
+        if when is None:
+            self._awaited[chunk] = arriving
+            self._network.waiting.add(self)
+        return when
+
+    def end(self, chunk: int, arrival: float) -> None:
+        """All bytes of a chunk have left, and arrive at ``arrival``."""
+        arriving = self._awaited.pop(chunk, None)
+        if arriving is None:
+            self._arrivals[chunk] = arrival
+        else:
+            self._release()
+            arriving(arrival)
+
+    def _release(self) -> None:
+        if not self._submitted and not self._awaited:
+            self._network.waiting.discard(self)
 
 
 class _Bundle:
-    """Connections with the same route, whose rates are equal.
+    """Connections with the same route, whose rates are equal; ``limit`` is its slowest port's.
 
     ``carried`` counts the bytes of one connection that carries all the time, up to ``since``, and
     ``ends`` has what it will be when the first chunk of each connection ends.
     """
 
-    def __init__(self, route: Route) -> None:
-        self.route = route
+    def __init__(self, route: Route, limit: float) -> None:
+        self.route, self.limit = route, limit
         self.rate = self.carried = self.since = 0.0
         self.ends: list[tuple[float, int, _Connection]] = []
         self.version = 0
@@ -265,23 +309,23 @@ class _Bundle:
         """Begin to carry the connection's first chunk."""
         connection.begun = now
         self._begun += 1
-        end = self.carried + connection.chunks[0][1]
+        end = self.carried + connection.chunks[0][2]
         heapq.heappush(self.ends, (end, self._begun, connection))
 
 
 class _Connection:
-    """Chunks with their bytes, in order. ``host`` is the sender's; -1: they stay on it."""
+    """Chunks with their channels and bytes, in order. ``host`` is the sender's; -1: same host."""
 
     def __init__(self, bundle: _Bundle, host: int) -> None:
         self.bundle, self.host = bundle, host
-        self.chunks: deque[tuple[Key, int]] = deque()
+        self.chunks: deque[tuple[Channel, int, int]] = deque()
         self.begun = math.nan
 
 
 class GroupNetwork:
     """A view of a network in which the members of a group are numbered from 0.
 
-    ``average`` makes the chunks distinct from those of other averages.
+    ``average`` makes the channels distinct from those of other averages.
     """
 
     def __init__(self, network: Carrier, average: object, members: Sequence[int]) -> None:
@@ -291,20 +335,12 @@ class GroupNetwork:
         """Whether two members are on one host."""
         return self._network.near(self._members[source], self._members[target])
 
-    def announce(self, key: Key) -> None:
-        """Announce that the receiver has a buffer for the chunk ``key``."""
-        self._network.announce(self._global_key(key))
-
-    def send(self, key: Key, source: Side, target: Side, nbytes: int) -> None:
-        """Send the chunk ``key``."""
-        source = self._members[source[0]], source[1]
-        target = self._members[target[0]], target[1]
-        self._network.send(self._global_key(key), source, target, nbytes)
-
-    def receive(self, key: Key, resume: Callable[[], None]) -> bool:
-        """Receive the chunk ``key`` if it has arrived; otherwise call ``resume`` when it does."""
-        return self._network.receive(self._global_key(key), resume)
-
-    def _global_key(self, key: Key) -> Key:
-        source, target = cast(tuple[int, int], key[:2])
-        return (self._members[source], self._members[target], self._average, *key[2:])
+    def channel(self, name: Name, source: Side, target: Side) -> Channel:
+        """Return the channel called ``name``, the same one for its sender and its receiver."""
+        members = self._members
+        first, second = cast(tuple[int, int], name[:2])
+        return self._network.channel(
+            (members[first], members[second], self._average, *name[2:]),
+            (members[source[0]], source[1]),
+            (members[target[0]], target[1]),
+        )

@@ -26,6 +26,21 @@ class Cores:
         self._agenda, self._free = agenda, count
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
 
+    @property
+    def unlimited(self) -> bool:
+        """Whether each thread has a processor."""
+        return self._free is None
+
+    def spend(self, seconds: float, over: Callable[[], None]) -> bool:
+        """Work, as the last thing that an action does; return True if nothing is due meanwhile.
+
+        The work is done then. Otherwise ``over`` is called when it is.
+        """
+        if self._free != 0 and self._agenda.skip(self._agenda.now + seconds):
+            return True
+        self.work(seconds, over)
+        return False
+
     def work(self, seconds: float, over: Callable[[], None]) -> None:
         """Call ``over`` when ``seconds`` of work are done."""
         if self._free is None or not seconds:

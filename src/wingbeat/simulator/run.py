@@ -109,12 +109,12 @@ class Worker:
     def _advance(self) -> None:
         for pause in self._thread:
             if isinstance(pause, Busy):
-                if pause > 0:
-                    self._cores.work(pause, self._advance)
+                if pause > 0 and not self._cores.spend(pause, self._advance):
                     return
             elif isinstance(pause, (int, float)):
-                if pause > 0:
-                    self._agenda.at(self._agenda.now + pause, self._advance)
+                after = self._agenda.now + pause
+                if pause > 0 and not self._agenda.skip(after):
+                    self._agenda.at(after, self._advance)
                     return
             elif not pause.over:
                 pause.when_over(partial(self._waited, self._agenda.now))

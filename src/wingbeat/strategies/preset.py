@@ -48,8 +48,7 @@ def preset(
                 raise (own if mine else error) from None
             # In the order of the signature: ranks compare strategies by their repr.
             shown = [f"{k}={options[k]!r}" for k, v in known.items() if options.get(k, v) != v]
-            object.__setattr__(strategy, "_call", f"{name}({', '.join(shown)})")
-            return strategy
+            return strategy.called(f"{name}({', '.join(shown)})")
 
         made.preset = readers or {}, keys or {}, instead or {}  # type: ignore[attr-defined]
         return made

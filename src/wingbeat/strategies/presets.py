@@ -47,27 +47,30 @@ def Auto(
 ) -> Strategy:
     """The fastest of a few strategies, chosen by a trial in the first iterations of training.
 
-    Each candidate trains for a few iterations, then the best three train in turns twice more, and
-    the fastest stays. With the default of ``steps`` that takes 56 iterations at most. All workers
-    change before the same backward; no gradient or update is lost. The log and ``plan_file`` have
-    the times of all candidates.
+    This is what `distribute` takes if no strategy is given. Each candidate trains for a few
+    iterations, then the best three in turn, then the best two, and the fastest stays. With the
+    default of ``steps`` that takes 56 iterations at most. All workers change before the same
+    backward; no gradient or update is lost. The log and ``plan_file`` have the times of all
+    candidates.
 
     The candidates: ``AllReduce()``, which has the schedule and the bucket sizes of DDP;
     ``DeAR(plan="fixed")`` with buckets of 25 and of 5 MB, and with one bucket per layer; and with
     three workers or more on CPUs ``DeAR(plan="fixed")`` along another topology: ``"mesh"``, or
-    ``"doubling"`` where hosts have several workers, which does not sum inside hosts first.
+    where hosts have several workers, and gradients up to 1 MB, ``"doubling"``, which does not sum
+    inside hosts first.
     With ``exact=True`` all are exact: the weights equal DDP's.
 
-    With ``exact=False`` the last two of these are replaced by ``DeAR(plan="fixed")`` with an 8-bit
-    sketch, in buckets of either size. Its residuals are zero at first. When a candidate without
-    the sketch follows, the gradients of the next iteration contain them, so that nothing is lost.
+    With ``exact=False`` the last two of these are replaced by ``DeAR(plan="fixed")`` with a sketch:
+    of 8 bits in buckets of either size, and of 4 bits. Its residuals are zero at first. When a
+    candidate without the sketch follows, the gradients of the next iteration contain them, so that
+    nothing is lost.
 
     Meanwhile and afterwards updates and gradients behave as under `DeAR`: the optimizer must not
     evaluate the loss in its step (LBFGS).
 
     Args:
         exact: only try exact strategies.
-        asynchronous: try averages of models too; not available yet.
+        asynchronous: refused, because a training cannot change to averages of models.
         steps: iterations for which a candidate is timed in each turn; two more do not count.
         drift: try again when iterations become slower or faster than after the choice by this
             factor.
@@ -79,7 +82,8 @@ def Auto(
     check_flags(exact=exact, asynchronous=asynchronous)
     if asynchronous:
         raise _refusal(
-            "averages of models are not tried yet; leave it out, or use Ripples() or DiLoCo()",
+            "a training cannot change from sums of gradients to averages of models; leave it out, "
+            "or where workers are uneven use Ripples(), Canary() or DiLoCo()",
             asynchronous=True,
         )
     return Strategy(

@@ -174,8 +174,8 @@ def _deciding(contender: Contender, nbytes: int) -> int:
         # A model within the smallest size has only one plan, known after the first iteration.
         count += tuning.trials * (tuning.steps + 4) if nbytes > tuning.low_bytes else 2
     if (chosen := plan.choosing()) is not None:
-        # Five candidates once, and three twice more; of each block two do not count.
-        count += 1 + (5 + 2 * 3) * (chosen.steps + 2)
+        # Up to six candidates, three of them again, then two; of each block two do not count.
+        count += 1 + (6 + 3 + 2) * (chosen.steps + 2)
     if exchange.tuned:
         servers = cast(Servers, exchange)
         count += LAG + typical_blocks(servers.classes) * (WARMUP + servers.steps + LAG)

@@ -249,13 +249,11 @@ class Pace:
         for share in (1.0, SMALLER):
             each = []
             with opened(share) as iterate:
-                for i in range(BEFORE):
-                    iterate(-i)
-                for i in range(COUNTED):
+                for i in range(BEFORE + COUNTED):
                     with self.measured() as calls:
                         iterate(-i)
                     each.append(calls)
-            found.append(typical(each))
+            found.append(typical(each[BEFORE:]))
         return found
 
     @contextlib.contextmanager

@@ -132,3 +132,25 @@ def test_shuffle_is_fair() -> None:
         for place, item in enumerate(items):
             firsts[place][item] += 1
     assert all(900 < times < 1100 for row in firsts for times in row)
+
+
+def test_the_most_requests_are_those_of_the_fastest_worker_after_any_change() -> None:
+    chance, rules = Random(3), Rules(halve_after=8)
+    pool = WorkerPool(Layout.even(6, 1), rules, Random(0))
+    halved = 0
+    for _ in range(600):
+        worker = chance.randrange(6)
+        if worker not in pool:
+            pool.add(worker)
+        elif chance.random() < 0.05 and len(pool.active) > 1:
+            pool.remove(worker)
+        else:
+            before = pool.requests[worker]
+            pool.mark_busy(worker)
+            pool.count_request(worker)
+            pool.mark_idle(worker)
+            halved += pool.requests[worker] < before
+        assert rules.threshold is not None
+        most = max(pool.requests[each] for each in pool.active)
+        assert pool.min_requests_of_all == most - rules.threshold + 1
+    assert halved > 20

@@ -9,7 +9,16 @@ import pytest
 from wingbeat import AllReduce
 from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.rules import ABLATION, Rules, count_components
-from wingbeat.simulator import GroupRun, Links, Model, TimedLayer, Work, simulate, simulate_groups
+from wingbeat.simulator import (
+    GroupRun,
+    Links,
+    Model,
+    TimedLayer,
+    Traffic,
+    Work,
+    simulate,
+    simulate_groups,
+)
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.network import GroupNetwork, Network, Wires
 from wingbeat.types import Layout, TensorSpec
@@ -129,12 +138,39 @@ def test_meetings_of_the_same_members_do_not_mix() -> None:
     agenda = Agenda()
     network = Network(agenda, Wires(Layout.even(3, 1), LINKS, NEAR))
     first, second = (GroupNetwork(network, meeting, (2, 1)) for meeting in (1, 2))
-    key = (0, 1, 0, 0, 0, 7)
-    first.announce(key)
-    first.send(key, (0, 0), (1, 0), 1000)
+    ours, others = (each.channel((0, 1, 0, 0), (0, 0), (1, 0)) for each in (first, second))
+    ours.announce(7)
+    ours.send(7, 1000)
     agenda.run()
-    assert not second.receive(key, lambda: None)
-    assert first.receive(key, lambda: None)
+    assert others.receive(7, lambda _when: None) is None
+    assert ours.receive(7, lambda _when: None) is not None
+
+
+@pytest.mark.parametrize("rules", [None, Rules()], ids=["static", "smart"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": True}, {"inside": 2}, {"compression": "sketch"}, {"slow": {1: 2.5}}],
+    ids=lambda options: next(iter(options), "usual"),
+)
+def test_averages_of_separate_hosts_take_as_long_as_among_all_others(
+    rules: Rules | None, options: dict
+) -> None:
+    """Where a host's rate is given, it might differ, and all averages share the network."""
+    layout = Layout.even(7, 1)
+    given: dict = {"jitter": 0.05, "iterations": 12, "warmup": 2, **options}
+    sent = Traffic(), Traffic()
+    apart, shared = (
+        simulate_groups(MODEL, rules, layout, links, traffic=traffic, **given)
+        for links, traffic in zip(
+            (Links(bytes_per_s=1e7), Links(bytes_per_s=1e7, rates={0: 1e7})), sent, strict=True
+        )
+    )
+    assert apart.iteration_s == pytest.approx(shared.iteration_s, rel=1e-6)
+    assert apart.groups == shared.groups
+    assert apart.steps == shared.steps
+    # Averages that have begun when the last iteration ends are in one of them alone.
+    assert set(sent[0].sent) == set(sent[1].sent)
+    assert sum(sent[0].sent.values()) == pytest.approx(sum(sent[1].sent.values()), rel=0.05)
 
 
 def test_smart_groups_keep_their_speed_beside_a_slow_worker_and_static_ones_do_not() -> None:

@@ -107,6 +107,14 @@ class Compression:
             shapes, rank=world.rank, world_size=world.size, velocity=velocity, worker=worker
         )
 
+    def use(self, coded: Coded | None) -> None:
+        """Encode the buckets that are made next as ``coded``, None: not; the same on all workers.
+
+        It is the strategy's codec, or differs from it in the number of bits alone.
+        """
+        self.on = coded is not None
+        self.coded = coded or self.coded
+
     @property
     def coding(self) -> bool:
         """Whether gradients go through the codec in this iteration."""

@@ -20,6 +20,7 @@ from wingbeat.engine.gradients.bucket import Bucket, Slot, show
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.placed import copies, local
 from wingbeat.errors import UsageError
+from wingbeat.schedules.events import Schedule
 from wingbeat.transport.mesh import Replica
 
 _UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_
@@ -225,6 +226,9 @@ class ShownGradients:
     def __init__(self, bucketing: Bucketing) -> None:
         self._bucketing = bucketing
 
+    def follow(self, schedule: Schedule) -> None:
+        """Hide gradients, from the next buckets on, only if ``schedule`` completes them later."""
+
     def begin_backward(self) -> None:
         """Handle the start of a synchronised backward."""
         clone_displaced(self._bucketing)
@@ -257,16 +261,29 @@ class ShownGradients:
 
 
 class HiddenGradients(ShownGradients):
-    """Shows placeholders in ``p.grad`` until one is read."""
+    """Shows placeholders in ``p.grad`` until one is read.
+
+    Attributes:
+        whole: whether the schedule in use completes gradients in backward, so that none is hidden.
+    """
 
     hidden = True
+    whole = False
 
     def __init__(self, bucketing: Bucketing, gatherer: Gatherer) -> None:
         super().__init__(bucketing)
         self._gatherer = weakref.ref(gatherer)
 
+    def follow(self, schedule: Schedule) -> None:
+        """Hide gradients, from the next buckets on, only if ``schedule`` completes them later."""
+        self.whole = schedule.whole_after_backward
+        self.hidden = not self.whole
+
     def on_gradients(self, slots: Sequence[Slot]) -> None:
         """Hide the gradients: until the all-gather, the buffer holds a partial sum."""
+        if self.whole:
+            super().on_gradients(slots)
+            return
         for slot in slots:
             if slot.used:
                 slot.param.grad = slot.pending
@@ -274,16 +291,19 @@ class HiddenGradients(ShownGradients):
     def on_new_buffer(self, bucket: Bucket) -> None:
         """Make placeholders for the new views."""
         for slot in bucket.slots:
-            slot.pending = pending_gradient(slot, self._gatherer)
+            slot.pending = None if self.whole else pending_gradient(slot, self._gatherer)
 
     def hide(self) -> None:
         """Hide all gradients: another worker may have one where this worker has none."""
-        for slot in self._bucketing.slots:
+        for slot in () if self.whole else self._bucketing.slots:
             if slot.param.grad is not slot.pending:
                 slot.param.grad = slot.pending
 
     def show(self, slots: Iterable[Slot] | None = None) -> None:
         """Replace placeholders by whole gradients, or by None where no worker has one."""
+        if self.whole:
+            super().show(slots)
+            return
         whole: dict[Bucket, set[Slot]] = {}
         for slot in self._bucketing.slots if slots is None else slots:
             if slot.param.grad is not slot.pending or slot is self.accumulating:
@@ -313,6 +333,9 @@ class HiddenGradients(ShownGradients):
 
     def lose(self, slot: Slot, why: str) -> None:
         """Leave an invalid placeholder in ``p.grad``."""
+        if self.whole:
+            super().lose(slot, why)
+            return
         slot.pending.drop(why)
         slot.param.grad = slot.pending
         slot.pending = pending_gradient(slot, self._gatherer)

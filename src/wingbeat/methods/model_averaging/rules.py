@@ -203,7 +203,7 @@ class WorkerPool:
     """The active workers, their request counters, and which of them are idle.
 
     Calls take constant time, except `take_idle`, whose time grows with the workers it returns, and
-    `fastest`. Every ``rules.halve_after`` requests of the fastest worker all counters are halved.
+    `remove`. Every ``rules.halve_after`` requests of the fastest worker all counters are halved.
 
     Attributes:
         rng: the source of all random choices.
@@ -215,6 +215,7 @@ class WorkerPool:
         self.layout, self.rules, self.rng = layout, rules, rng
         self.active = list(range(layout.workers))
         self.requests = [0] * layout.workers
+        self._most_requests = 0
         self._position = list(range(layout.workers))
         # Idle workers by number of requests, so a division skips filtered workers without visiting
         # them. Only divisions need this index.
@@ -229,7 +230,7 @@ class WorkerPool:
 
     def add(self, worker: int) -> None:
         """Add an idle worker, with the counter of the fastest."""
-        self.requests[worker] = max((self.requests[other] for other in self.active), default=0)
+        self.requests[worker] = self._most_requests
         self._position[worker] = len(self.active)
         self.active.append(worker)
         self.mark_idle(worker)
@@ -242,6 +243,7 @@ class WorkerPool:
             self._position[last] = self._position[worker]
         self._position[worker] = -1
         self.mark_busy(worker)
+        self._most_requests = max((self.requests[other] for other in self.active), default=0)
 
     def mark_idle(self, worker: int) -> None:
         """Mark a worker as in no group."""
@@ -265,22 +267,27 @@ class WorkerPool:
     def count_request(self, worker: int) -> None:
         """Count a request of a worker that is not idle."""
         self.requests[worker] += 1
+        self._most_requests = max(self._most_requests, self.requests[worker])
         if self.requests[worker] == self.rules.halve_after:
             self.requests = [count // 2 for count in self.requests]
+            self._most_requests //= 2
             idle = [worker for equals in self._idle.values() for worker in equals]
             self._idle, self._counts = {}, []
             for worker in idle:
                 self.mark_idle(worker)
 
-    @property
-    def fastest(self) -> int:
-        """The worker with most requests; takes linear time."""
-        return max(self.active, key=self.requests.__getitem__)
-
     def min_requests(self, initiator: int) -> int:
         """Return the requests that a worker needs to pass the slowdown filter of ``initiator``."""
+        return self._floor(self.requests[initiator])
+
+    @property
+    def min_requests_of_all(self) -> int:
+        """Those that it needs to pass the filter of the fastest worker."""
+        return self._floor(self._most_requests)
+
+    def _floor(self, requests: int) -> int:
         threshold = self.rules.threshold
-        return 0 if threshold is None else self.requests[initiator] - threshold + 1
+        return 0 if threshold is None else requests - threshold + 1
 
     def take_idle(self, initiator: int) -> list[int]:
         """Return ``initiator`` and all idle workers that pass its filter, shuffled; mark them busy.
@@ -427,7 +434,7 @@ def inter_and_intra(initiator: int, pool: WorkerPool) -> list[list[int]]:
     groups = split_evenly(heads, pool.rules.size)
     for local in hosts.values():
         groups += split_evenly(local[1:], pool.rules.size)
-    floor = pool.min_requests(pool.fastest) if pool.rules.filter_intra else 0
+    floor = pool.min_requests_of_all if pool.rules.filter_intra else 0
     for local in hosts.values():
         fast = [worker for worker in local if pool.requests[worker] >= floor]
         groups += [fast] if fast else []

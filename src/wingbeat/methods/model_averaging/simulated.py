@@ -19,7 +19,7 @@ from wingbeat.methods.model_averaging.service import ConnectionCache
 from wingbeat.parts.strategy import Strategy
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.cluster import Links, Traffic, Work
 from wingbeat.simulator.exchange import Collectives, when_all
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, shard_of
 from wingbeat.simulator.network import LOCAL, GroupNetwork, Network, Wires
@@ -28,6 +28,9 @@ from wingbeat.types import LayerPositions, Layout
 
 _COPIES = 2
 """Copies of the parameters before and after an average: into the buffer, and by the members."""
+
+_GRAIN_S = 1e-9
+"""Averages of equally many members that begin at the same times, up to this, take equally long."""
 
 Pause = float | Callable[[Callable[[], None]], None]
 """Seconds, or an object that calls back at its end."""
@@ -72,6 +75,7 @@ def simulate_groups(
     seed: int = 0,
     compression: Compression = "fp32",
     inside: int = 1,
+    traffic: Traffic | None = None,
 ) -> GroupRun:
     """Train ``model`` with averages of parameters over groups, in virtual time (Ripples, Fig. 7).
 
@@ -97,6 +101,7 @@ def simulate_groups(
         inside: processes of each worker, which is then a replica with a host of its own, divided by
             FSDP2 as in `wingbeat.simulator.simulate`. Its leader asks for groups, and each process
             averages its part with those of the same number.
+        traffic: records the bytes that hosts send for averages.
 
     Raises:
         UsageError: a number is out of range.
@@ -113,7 +118,7 @@ def simulate_groups(
         )
     codec = codecs.parse(compression)
     wire = codec if isinstance(codec, str) else codec.for_differences()
-    job = _Job(model, rules, layout, links, local, work or Work(), seed, wire, inside)
+    job = _Job(model, rules, layout, links, local, work or Work(), seed, wire, inside, traffic)
     first, last = warmup * layout.workers, (warmup + iterations) * layout.workers
     workers = [
         _Worker(rank, job, (slow or {}).get(rank, 1.0), jitter, overlap, every, last)
@@ -167,13 +172,14 @@ class _Job:
         seed: int,
         wire: str | Coded,
         inside: int,
+        traffic: Traffic | None,
     ) -> None:
         self.agenda = Agenda()
         self.model, self.rules, self.layout = model, rules, layout
         self.links, self.work, self.seed = links, work, seed
-        self._inside, self._wire = inside, wire
+        self._inside, self._wire, self._local = inside, wire, local
         processes = Layout.even(layout.workers, inside) if inside > 1 else layout
-        self.network = Network(self.agenda, Wires(processes, links, local))
+        self.network = Network(self.agenda, Wires(processes, links, local), traffic)
         self.inside_s = 0.0 if inside == 1 else _inside_s(model, inside, links, local, work)
         tensors = shard_of(model, inside).tensors
         self.numel = sum(tensor.numel for tensor in tensors)
@@ -193,6 +199,13 @@ class _Job:
         self._generator = Generator(layout, rules, seed) if rules else None
         self._connections = ConnectionCache(layout.workers)
         self._free = 0.0
+        # A worker takes part in one average at a time: those of different hosts share no port.
+        # Random groups may follow each other so closely that they do.
+        divided = rules is None or rules.division
+        self._apart = divided and len(layout.hosts) == layout.workers and links.alike
+        self._begun: dict[object, dict[int, tuple[float, Callable[[], None]]]] = {}
+        self._traffic = traffic
+        self._known: dict[tuple[int, ...], list[tuple[float, int]]] = {}
 
     def send(self, request: Callable[[Generator], list[Run]]) -> None:
         """Send a message to the generator, which answers messages in order.
@@ -238,13 +251,67 @@ class _Job:
         def made() -> None:
             self.agenda.at(self.agenda.now + copies_s, over)
 
-        self.agenda.at(begins, partial(self._exchange, rank, average, members, made))
+        begin = self._begin_apart if self._apart else self._begin
+        self.agenda.at(begins, partial(begin, rank, average, members, made))
 
-    def _exchange(
+    def _begin(
         self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
-        place = members.index(rank)
         layout = Layout.by_name(self.layout.host_of[member] for member in members)
+        self._exchange(members.index(rank), average, members, layout, self.network, over)
+
+    def _begin_apart(
+        self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
+    ) -> None:
+        """Begin an average that shares no port with others, whose duration may be known."""
+        begun = self._begun.setdefault((average, members), {})
+        begun[members.index(rank)] = self.agenda.now, over
+        if len(begun) < len(members):
+            return
+        del self._begun[average, members]
+        first = min(when for when, _ in begun.values())
+        later = tuple(round((begun[k][0] - first) / _GRAIN_S) for k in range(len(members)))
+        if later not in self._known:
+            self._known[later] = self._simulated([_GRAIN_S * each for each in later])
+        for place, (seconds, nbytes) in enumerate(self._known[later]):
+            self.agenda.at(max(self.agenda.now, first + seconds), begun[place][1])
+            if self._traffic is not None:
+                host = self.layout.host_of[members[place]]
+                self._traffic.carried(host, first, first + seconds, nbytes)
+
+    def _simulated(self, later: Sequence[float]) -> list[tuple[float, int]]:
+        """Return when each member of an average is done, and the bytes that its host sends.
+
+        ``later`` are the times at which they begin.
+        """
+        usual, network, members = self.agenda, self.network, tuple(range(len(later)))
+        processes = Layout.even(len(later), self._inside)
+        self.agenda = Agenda()
+        traffic = Traffic()
+        self.network = Network(self.agenda, Wires(processes, self.links, self._local), traffic)
+        ended, agenda = [0.0] * len(later), self.agenda
+
+        def end(place: int) -> None:
+            ended[place] = agenda.now
+
+        apart = Layout.even(len(later), 1)
+        for place, when in enumerate(later):
+            over = partial(end, place)
+            begin = partial(self._exchange, place, 0, members, apart, self.network, over)
+            agenda.at(when, begin)
+        agenda.run()
+        self.agenda, self.network = usual, network
+        return [(when, traffic.sent.get(place, 0)) for place, when in enumerate(ended)]
+
+    def _exchange(
+        self,
+        place: int,
+        average: object,
+        members: tuple[int, ...],
+        layout: Layout,
+        network: Network,
+        over: Callable[[], None],
+    ) -> None:
         ring, mesh = (
             topologies.fitted(name, layout, self.links.count) for name in ("ring", "mesh")
         )
@@ -257,7 +324,7 @@ class _Job:
                 self.links,
                 self.work,
                 self.agenda,
-                GroupNetwork(self.network, average, [m * self._inside + column for m in members]),
+                GroupNetwork(network, average, [m * self._inside + column for m in members]),
                 wire=self._wire,
                 mesh=mesh,
                 hosts=len(self.layout.hosts),

@@ -10,7 +10,7 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.model_averaging.pair_machine import Apply, Kind, PairMachine, Send
 from wingbeat.methods.model_averaging.simulated import GroupRun, run_of
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cluster import Links, Work
+from wingbeat.simulator.cluster import Links, Traffic, Work
 from wingbeat.simulator.interfaces import Interfaces, Stream
 from wingbeat.simulator.model import ITEMSIZE, Model
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES
@@ -37,6 +37,7 @@ def simulate_pairs(
     warmup: int = 8,
     seed: int = 0,
     encrypted: bool = True,
+    traffic: Traffic | None = None,
 ) -> GroupRun:
     """Train ``model`` with averages of pairs while gradients are computed, in virtual time.
 
@@ -56,6 +57,7 @@ def simulate_pairs(
         warmup: iterations before these.
         seed: of partners and jitter.
         encrypted: whether messages are encrypted.
+        traffic: records the bytes that hosts send.
 
     Raises:
         UsageError: a number is out of range.
@@ -66,7 +68,7 @@ def simulate_pairs(
             f"{warmup}, jitter={jitter}): allowed are 2 or more workers, 1 or more iterations, "
             "others from 0 on"
         )
-    job = _Job(model, layout, links, work or Work(), encrypted)
+    job = _Job(model, layout, links, work or Work(), encrypted, traffic)
     first, last = warmup * layout.workers, (warmup + iterations) * layout.workers
     job.workers = [
         _Worker(rank, job, (slow or {}).get(rank, 1.0), jitter, seed, last)
@@ -82,11 +84,19 @@ class _Job:
     """State that the workers share, with the pairs that have averaged so far."""
 
     def __init__(
-        self, model: Model, layout: Layout, links: Links, work: Work, encrypted: bool
+        self,
+        model: Model,
+        layout: Layout,
+        links: Links,
+        work: Work,
+        encrypted: bool,
+        traffic: Traffic | None,
     ) -> None:
         self.agenda, self.model, self.work = Agenda(), model, work
         self.byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * encrypted
-        self.interfaces = Interfaces(self.agenda, links, layout.host_of.__getitem__)
+        self.interfaces = Interfaces(
+            self.agenda, links, layout.host_of.__getitem__, traffic=traffic
+        )
         self.links, self.count = links.count, layout.workers
         self.nbytes = ITEMSIZE * sum(tensor.numel for tensor in model.tensors)
         self.ends: list[float] = []

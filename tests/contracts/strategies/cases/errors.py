@@ -85,7 +85,6 @@ def strategy_of_the_wrong_kind(rig: Rig) -> None:
     give: Any = wingbeat.distribute
     refused(UsageError, lambda: give(model, optimizer, "deer"), "deer", "dear")
     refused(UsageError, lambda: give(model, optimizer, wingbeat.DeAR), "strategy=DeAR)", "DeAR()")
-    refused(UsageError, lambda: give(model, optimizer, None), "None")
     refused(UsageError, lambda: give(model, optimizer, 25.0), "25.0")
     refused(UsageError, lambda: give("resnet", optimizer, rig.strategy), "model", "Module")
     refused(UsageError, lambda: give(model, model, rig.strategy), "optimizer")

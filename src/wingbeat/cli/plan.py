@@ -1,0 +1,399 @@
+"""``wingbeat plan``: ranks strategies by their predicted iteration on a cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from wingbeat.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from wingbeat.parts.strategy import Strategy
+    from wingbeat.prediction import Cluster, Prediction, Ranking
+
+HELP = """Rank strategies by the iteration that is predicted for your model on your cluster.
+
+\b
+PROFILE is the file of `wingbeat profile`, CLUSTER that of `wingbeat probe`. Equal hosts on
+one switch need no file.
+
+\b
+Examples:
+  wingbeat plan train.json cluster.toml
+  wingbeat plan train.json --hosts 4 --per-host 8 --rate 25gbit --nics 2
+  wingbeat plan train.json cluster.toml --what-if rate=10gbit --what-if nics=2,add-hosts=32
+  wingbeat plan train.json cluster.toml --what-if slow-host=3:2
+  wingbeat plan train.json cluster.toml --codec lowrank@2 --picture plan.svg
+  wingbeat plan train.json cluster.toml --strategy dear:plan=fixed,mb=10 --strategy ripples
+  wingbeat plan train.json cluster.toml --inside    hosts are replicas divided by FSDP2
+
+\b
+DDP and its hooks are predicted as a ring over all ranks in order, as gloo's and NCCL's over
+sockets are, with buckets of 25 MiB; PowerSGD in one bucket. Nothing is started on the cluster.
+docs/how-to/plan.md explains the columns, and how far predictions are off.
+"""
+
+_EVERY_S = 2.0
+_WIDTH = 140
+
+_MOST = 16
+"""Most workers that are simulated one by one."""
+
+
+def register(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("plan", help=HELP)(plan)
+
+
+def plan(
+    profile: Annotated[str, typer.Argument(help="File of the model.", show_default=False)],
+    cluster: Annotated[
+        str | None, typer.Argument(help="File of the cluster.", show_default=False)
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(help="Hosts, without a file.")] = None,
+    per_host: Annotated[
+        int | None,
+        typer.Option(help="Workers on each host.", show_default="the file's, or 1"),
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Rate of a NIC, without a file, such as 25gbit.")
+    ] = None,
+    nics: Annotated[int | None, typer.Option(help="NICs of each host, without a file.")] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="One-way time between hosts, without a file, such as 50us.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another cluster beside this one: rate=, latency=, nics=, add-hosts=, "
+            "slow-host=HOST:TIMES, separated by commas; may be repeated."
+        ),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="Rank this one and not the usual ones; may be repeated."),
+    ] = None,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="Rank AllReduce and DeAR with it too; may be repeated."),
+    ] = None,
+    inside: Annotated[
+        bool, typer.Option("--inside", help="Each host is one replica, divided by FSDP2.")
+    ] = False,
+    patient: Annotated[
+        bool,
+        typer.Option(
+            "--patient", help="Predict also what takes minutes: more than 16 unlike workers."
+        ),
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the ranking into this .svg or .png.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Rank strategies on a cluster."""
+    from wingbeat.prediction.baselines import baselines_for
+    from wingbeat.prediction.candidates import candidates
+    from wingbeat.prediction.costs import work_of
+    from wingbeat.prediction.picture import check_picture, draw
+    from wingbeat.prediction.predict import rank
+    from wingbeat.prediction.what_if import changed
+    from wingbeat.profiling import simulator_model
+
+    words = {"--hosts": hosts, "--rate": rate, "--nics": nics, "--latency": latency}
+    base = _cluster(cluster, per_host, {key: v for key, v in words.items() if v is not None})
+    if picture is not None:
+        check_picture(picture)
+    found = _profile(profile)
+    scenarios = {"": base, **{text: changed(base, text) for text in what_if or ()}}
+    replicas = _replicas(base) if inside else 1
+    baselines = baselines_for(inside=inside)
+    named = {**baselines, **candidates(strategy or (), codec or ())}
+    work, notes = work_of(found)
+    model = simulator_model(found)
+    with _Progress(len(named) * len(scenarios)) as progress:
+        rankings = {
+            text: rank(
+                named,
+                model,
+                each,
+                work=work,
+                inside=replicas,
+                most=None if patient else _MOST,
+                progress=progress,
+            )
+            for text, each in scenarios.items()
+        }
+    report = _Report(f"{found.name} on {base.describe()}", named, frozenset(baselines), rankings)
+    if as_json:
+        print(json.dumps(report.to_json(scenarios, notes), indent=2))
+    else:
+        report.print(notes, spread=base.spread)
+    if picture is not None:
+        draw(rankings[""], report.baselines, report.title, picture)
+        print(f"picture: {picture}", file=sys.stderr if as_json else sys.stdout)
+
+
+def _cluster(path: str | None, per_host: int | None, words: Mapping[str, Any]) -> Cluster:
+    """Return the cluster of the file, or of the options."""
+    from wingbeat.prediction.cluster import decode, described
+
+    if path is None:
+        if "--hosts" not in words or "--rate" not in words:
+            raise UsageError(
+                "which cluster? Name the file of wingbeat probe, or describe equal hosts: --hosts "
+                "4 --per-host 8 --rate 25gbit"
+            )
+        return described(
+            words["--hosts"],
+            per_host or 1 if per_host != 0 else 0,
+            words["--rate"],
+            nics=words.get("--nics", 1),
+            latency=words.get("--latency", ""),
+        )
+    if words:
+        key, value = next(iter(words.items()))
+        name = key.removeprefix("--")
+        instead = f"--what-if add-hosts={value}" if name == "hosts" else f"--what-if {name}={value}"
+        raise UsageError(
+            f"{key} {value} beside the cluster file {path!r}: the file has it; for another value "
+            f"write {instead}"
+        )
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", "") or "it is not UTF-8 text"
+        raise UsageError(
+            f"cluster file {path!r}: {reason}; write one with wingbeat probe, or describe the "
+            "cluster: --hosts 4 --per-host 8 --rate 25gbit"
+        ) from None
+    return decode(text, path, per_host=per_host)
+
+
+def _profile(path: str) -> Any:
+    from wingbeat.profiling.profile import decode, read_text
+
+    if not Path(path).is_file():
+        raise UsageError(f"profile {path!r}: no such file; write one: wingbeat profile train.py")
+    return decode(read_text(path), where=repr(path))
+
+
+def _replicas(cluster: Cluster) -> int:
+    """Return the processes of each host, which are a replica."""
+    counts = sorted({len(host) for host in cluster.layout.hosts})
+    if len(counts) > 1 or counts[0] == 1:
+        raise UsageError(
+            f"--inside: hosts have {' and '.join(map(str, counts))} workers; a replica is a host, "
+            "and all are divided among equally many processes, 2 or more: --per-host 8"
+        )
+    return counts[0]
+
+
+class _Progress:
+    """Shows on standard error what is simulated: in place, or a line every two seconds."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._last = time.monotonic()
+        self._live = sys.stderr.isatty()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def __call__(self, name: str) -> None:
+        self._done += 1
+        line = f"wingbeat plan: {self._done} of {self._total}, {name}"
+        if self._live:
+            print(f"\r\x1b[K{line[:78]}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._last >= _EVERY_S:
+            self._last = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+
+
+class _Report(NamedTuple):
+    """Rankings by their change of the cluster, the first without one."""
+
+    title: str
+    named: Mapping[str, Strategy]
+    baselines: frozenset[str]
+    rankings: Mapping[str, Ranking]
+
+    def print(self, notes: Sequence[str], *, spread: float) -> None:
+        """Print tables, refusals, winners and assumptions."""
+        from rich.console import Console
+
+        console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        base = self.rankings[""]
+        console.print(self.table())
+        if len(self.rankings) > 1:
+            console.print(self.beside())
+        for text, ranking in self.rankings.items():
+            for name, reason in ranking.refused.items():
+                if text and name in base.refused:
+                    continue
+                where = f" with {text}" if text else ""
+                print(f"not predicted{where}: {name}: {reason}")
+        for text in self.rankings:
+            print("\n".join(["", *self.winners(text)]))
+        print()
+        measured = f", and rates of equal NICs that differ by {spread:.1%}" if spread else ""
+        print(f"interval: the error of predictions in the lab{measured}")
+        for note in notes:
+            print(f"note: {note}")
+
+    def table(self) -> Table:
+        """Return the ranking on the cluster itself."""
+        plain, hook = map(self.rankings[""].predictions.get, self._rivals(""))
+        columns = ["strategy", "ms", "interval", f"speed-up\nover {self._plain}"]
+        columns += ["over its\nbest hook"] if hook else []
+        columns += ["MB sent\nper host", "MB of\nbuffers", "convergence"]
+        table = _table(self.title, columns)
+        winners = {name for _, name in self._fastest("")}
+        for name, each in self.rankings[""].predictions.items():
+            cells = [
+                name,
+                _ms(each.iteration_s),
+                f"{_ms(each.low_s)} .. {_ms(each.high_s)}",
+                _times(plain, each),
+                *([_times(hook, each)] if hook else []),
+                f"{each.bytes_per_host / 1e6:.3g}",
+                f"{each.memory_bytes / 1e6:.4g}",
+                each.convergence,
+            ]
+            style = "bold" if name in winners else "dim" if name in self.baselines else ""
+            table.add_row(*cells, style=style)
+        return table
+
+    def beside(self) -> Table:
+        """Return the milliseconds of all clusters beside each other."""
+        columns = ["strategy, ms", *(text.replace(",", ",\n") or "now" for text in self.rankings)]
+        table = _table("What if", columns)
+        best = {text: {name for _, name in self._fastest(text)} for text in self.rankings}
+        names = dict.fromkeys(n for each in self.rankings.values() for n in each.predictions)
+        for name in names:
+            cells = []
+            for text, ranking in self.rankings.items():
+                each = ranking.predictions.get(name)
+                cell = _ms(each.iteration_s) if each else "-"
+                cells.append(f"[bold]{cell}[/bold]" if name in best[text] else cell)
+            table.add_row(name, *cells, style="dim" if name in self.baselines else "")
+        return table
+
+    def winners(self, text: str) -> list[str]:
+        """Return the fastest strategies and how to use them."""
+        from wingbeat.prediction.candidates import code_of
+
+        found = self.rankings[text].predictions
+        where = f" with {text}" if text else ""
+        lines = []
+        for which, name in self._fastest(text):
+            each = found[name]
+            than = [
+                f"{_times(found[rival], each)} times as fast as {rival}{_doubt(each, found[rival])}"
+                for rival in self._rivals(text)
+                if rival
+            ]
+            what = "" if which == "exact" else f" ({each.convergence})"
+            lines.append(f"fastest {which}{where}: {name}{what}: {', '.join(than)}")
+            lines += [f"  {line}" for line in code_of(self.named[name]).splitlines()]
+        return lines
+
+    def to_json(self, scenarios: Mapping[str, Cluster], notes: Sequence[str]) -> dict[str, Any]:
+        """Return everything as JSON objects."""
+        from wingbeat.prediction.candidates import code_of
+
+        out = []
+        for text, ranking in self.rankings.items():
+            plain, hook = map(ranking.predictions.get, self._rivals(text))
+            rows = [
+                {
+                    "strategy": name,
+                    "code": None if name in self.baselines else code_of(self.named[name]),
+                    **asdict(each),
+                    "speedup": None if plain is None else plain.iteration_s / each.iteration_s,
+                    "speedup_over_best_hook": (
+                        None if hook is None else hook.iteration_s / each.iteration_s
+                    ),
+                }
+                for name, each in ranking.predictions.items()
+            ]
+            out.append(
+                {
+                    "what_if": text,
+                    "cluster": scenarios[text].describe(),
+                    "ranking": rows,
+                    "not_predicted": dict(ranking.refused),
+                    "fastest": dict(self._fastest(text)),
+                }
+            )
+        return {"plan": self.title, "scenarios": out, "notes": list(notes)}
+
+    @property
+    def _plain(self) -> str:
+        from wingbeat.prediction.baselines import DDP
+
+        return "DDP" if DDP in self.baselines else "HSDP"
+
+    def _rivals(self, text: str) -> tuple[str, str]:
+        """Return the names of PyTorch's own exchange, and of the fastest of its hooks if any."""
+        own = [name for name in self.rankings[text].predictions if name in self.baselines]
+        plain = next((name for name in own if "+" not in name), "")
+        return plain, next((name for name in own if "+" in name), "")
+
+    def _fastest(self, text: str) -> list[tuple[str, str]]:
+        """Return the fastest exact strategy, and the fastest of all if that is another one."""
+        from wingbeat.prediction.predict import EXACT
+
+        found = self.rankings[text].predictions
+        own = [name for name in found if name not in self.baselines]
+        exact = [name for name in own if found[name].convergence == EXACT]
+        lines = [("exact", name) for name in exact[:1]]
+        return lines + [("of all", name) for name in own[:1] if name not in exact[:1]]
+
+
+def _times(rival: Prediction | None, each: Prediction) -> str:
+    return "-" if rival is None else f"{rival.iteration_s / each.iteration_s:.2f}"
+
+
+def _doubt(each: Prediction, rival: Prediction) -> str:
+    """Return a remark about a difference that is small or to the disadvantage."""
+    if each.high_s >= rival.low_s and each.low_s <= rival.high_s:
+        return " (within the error of the prediction)"
+    slower = each.iteration_s > rival.iteration_s and rival.convergence == each.convergence
+    return " (so keep that)" if slower else ""
+
+
+def _ms(seconds: float) -> str:
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for number, name in enumerate(columns):
+        left = number == 0 or name == "convergence"
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    return table

@@ -1,0 +1,68 @@
+"""The strategies that are ranked, in their textual form, and the code that uses one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import wingbeat
+from wingbeat import parts, strategies
+from wingbeat.parts.strategy import Strategy
+from wingbeat.strategies.spelling import parse
+
+_CLASS = re.compile(r"\b([A-Z]\w*)\(")
+
+EXACT = (
+    "allreduce",
+    "dear:plan=fixed",
+    "dear:plan=fixed,mb=5",
+    "dear:plan=layers@1",
+    "dear:plan=fixed,topology=mesh",
+    "dear:plan=fixed,shard_optimizer=true",
+    "omgs:merge=wfbp,compression=fp32",
+    "parameterserver",
+)
+LOSSY = (
+    "dear:plan=fixed,compression=bf16",
+    "dear:plan=fixed,compression=sketch",
+    "dear:plan=fixed,compression=sketch@4",
+    "allreduce:compression=lowrank@1",
+    "allreduce:compression=lowrank@4",
+    "omgs",
+)
+LOCAL = (
+    "localsgd",
+    "diloco:every=30",
+    "diloco:every=30,compression=sketch@4",
+)
+ASYNCHRONOUS = ("ripples", "adpsgd", "canary")
+
+CANDIDATES = (*EXACT, *LOSSY, *LOCAL, *ASYNCHRONOUS)
+"""What is ranked by default. Codecs are on, whatever their trial would decide in training."""
+
+
+def candidates(texts: Sequence[str] = (), codecs: Sequence[str] = ()) -> dict[str, Strategy]:
+    """Return strategies by their textual form.
+
+    Args:
+        texts: strategies; by default `CANDIDATES`.
+        codecs: encodings with which `AllReduce` and `DeAR` are ranked too.
+
+    Raises:
+        UsageError: a text is not a strategy.
+    """
+    all_texts = list(texts or CANDIDATES)
+    for codec in codecs:
+        all_texts += [f"allreduce:compression={codec}", f"dear:plan=fixed,compression={codec}"]
+    return {text: parse(text) for text in all_texts}
+
+
+def code_of(strategy: Strategy) -> str:
+    """Return the lines of a program that train with a strategy."""
+    call, found = repr(strategy), dict[str, set[str]]()
+    for name in _CLASS.findall(call):
+        module = next(each for each in (wingbeat, parts, strategies) if hasattr(each, name))
+        found.setdefault(module.__name__, set()).add(name)
+    imports = [f"from {module} import {', '.join(sorted(found[module]))}" for module in found]
+    train = f"model, optimizer = wingbeat.distribute(model, optimizer, {call})"
+    return "\n".join(["import wingbeat", *imports, train])

@@ -1,0 +1,189 @@
+"""``wingbeat plan`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.profiles import dense_profile
+from wingbeat.cli.main import main
+from wingbeat.profiling import encode
+
+EQUAL = ("--hosts", "3", "--rate", "1gbit")
+FEW = ("--strategy", "allreduce", "--strategy", "allreduce:compression=sketch")
+
+Wingbeat = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    path = tmp_path / "dense.json"
+    path.write_text(encode(dense_profile()), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> str:
+    path = tmp_path / "c.toml"
+    path.write_text('kind = "star"\nhosts = 3\nrate = "1gbit"\n', encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Wingbeat:
+    """Run the verb in this process; return the exit code, standard output and error."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", *args])
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out, shown.err
+
+    return run
+
+
+def as_json(plan: Wingbeat, *args: str) -> Any:
+    code, out, err = plan(*args, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_plan_verb_ranks_and_shows_the_winners_code(plan: Wingbeat, profile: str) -> None:
+    code, out, err = plan(profile, *EQUAL, *FEW)
+    assert (code, err) == (0, "")
+    assert "dense on 3 hosts of 1 worker, one NIC of 1 Gbit/s, 50 us" in out
+    names = [line.split()[0] for line in out.splitlines() if " .. " in line]
+    assert names.index("allreduce:compression=sketch") < names.index("allreduce")
+    assert {"ddp", "ddp+bf16", "ddp+powersgd:rank=1"} <= set(names)
+    assert "fastest exact: allreduce: 1.00 times as fast as ddp (within the error" in out
+    assert "fastest of all: allreduce:compression=sketch (lossy, with error feedback): " in out
+    assert "  model, optimizer = wingbeat.distribute(model, optimizer, AllReduce())" in out
+    assert "interval: the error of predictions in the lab" in out
+
+
+def test_plan_verb_json_has_all_figures(plan: Wingbeat, profile: str) -> None:
+    found = as_json(plan, profile, *EQUAL, *FEW, "--what-if", "rate=10gbit")
+    base, fast = found["scenarios"]
+    assert (base["what_if"], fast["what_if"]) == ("", "rate=10gbit")
+    rows = {row["strategy"]: row for row in base["ranking"]}
+    ring, ddp = rows["allreduce"], rows["ddp"]
+    assert ring["iteration_s"] == ddp["iteration_s"]
+    assert ring["speedup"] == 1.0
+    hook = min(row["iteration_s"] for name, row in rows.items() if "+" in name)
+    assert ring["speedup_over_best_hook"] == pytest.approx(hook / ring["iteration_s"])
+    assert ring["low_s"] < ring["iteration_s"] < ring["high_s"]
+    # A ring of three sends a sum and a copy of two thirds of 3 MB.
+    assert ring["bytes_per_host"] == pytest.approx(4 / 3 * 3e6, rel=0.01)
+    assert ring["code"].startswith("import wingbeat")
+    assert ddp["code"] is None
+    assert base["fastest"] == {"exact": "allreduce", "of all": "allreduce:compression=sketch"}
+    quick = {row["strategy"]: row["iteration_s"] for row in fast["ranking"]}
+    assert quick["allreduce"] < ring["iteration_s"]
+
+
+def test_plan_verb_cluster_file_equals_its_words(
+    plan: Wingbeat, profile: str, cluster: str
+) -> None:
+    by_file = as_json(plan, profile, cluster, *FEW, "--per-host", "2")
+    assert by_file == as_json(plan, profile, *EQUAL, *FEW, "--per-host", "2")
+
+
+def test_plan_verb_what_if_has_a_column_and_a_winner_for_each(plan: Wingbeat, profile: str) -> None:
+    code, out, _ = plan(
+        profile, *EQUAL, *FEW, "--what-if", "nics=2", "--what-if", "slow-host=1:3,add-hosts=1"
+    )
+    assert code == 0
+    assert "What if" in out
+    [row] = [line.split() for line in out.splitlines() if line.startswith(" allreduce  ")][1:]
+    now, more, slow = map(float, row[1:])
+    assert more < now < slow
+    assert "fastest exact with nics=2: allreduce" in out
+    assert "fastest exact with slow-host=1:3,add-hosts=1: allreduce" in out
+
+
+def test_plan_verb_what_cannot_be_predicted_is_listed_with_the_reason(
+    plan: Wingbeat, profile: str
+) -> None:
+    code, out, _ = plan(profile, *EQUAL, *FEW, "--strategy", "auto", "--what-if", "nics=2")
+    assert code == 0
+    refused = [line for line in out.splitlines() if line.startswith("not predicted")]
+    assert refused == [
+        "not predicted: auto: simulate(): a choice by trial (Auto) is not simulated; simulate its "
+        "candidates: AllReduce(), DeAR(plan='fixed')"
+    ]
+
+
+def test_plan_verb_codec_ranks_it_beside_the_usual_ones(plan: Wingbeat, profile: str) -> None:
+    found = as_json(plan, profile, *EQUAL, *FEW, "--codec", "lowrank@2")
+    names = {row["strategy"] for row in found["scenarios"][0]["ranking"]}
+    assert "dear:plan=fixed,compression=lowrank@2" in names
+
+
+def test_plan_verb_inside_compares_replicas_with_hsdp(plan: Wingbeat, profile: str) -> None:
+    found = as_json(
+        plan, profile, *EQUAL, *FEW, "--per-host", "2", "--inside", "--strategy", "adpsgd"
+    )
+    rows = {row["strategy"]: row for row in found["scenarios"][0]["ranking"]}
+    assert set(rows) == {"hsdp", "allreduce", "allreduce:compression=sketch"}
+    assert rows["allreduce"]["bytes_per_host"] == pytest.approx(4 / 3 * 3e6, rel=0.01)
+    assert rows["allreduce"]["speedup_over_best_hook"] is None
+    assert "replicas" in found["scenarios"][0]["not_predicted"]["adpsgd"]
+
+
+@pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
+def test_plan_verb_draws_a_picture(plan: Wingbeat, profile: str, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    code, out, _ = plan(profile, *EQUAL, *FEW, "--picture", str(tmp_path / name))
+    assert code == 0
+    assert f"picture: {tmp_path / name}" in out
+    drawn = (tmp_path / name).read_bytes()
+    assert drawn.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+    assert len(drawn) > 5000
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("none.json", *EQUAL), "profile 'none.json': no such file; write one: wingbeat profile"),
+        (("PROFILE",), "which cluster? Name the file of wingbeat probe, or describe equal hosts"),
+        (("PROFILE", "none.toml"), "cluster file 'none.toml': No such file or directory; write"),
+        (("PROFILE", "CLUSTER", "--rate", "2gbit"), "write --what-if rate=2gbit"),
+        (("PROFILE", "CLUSTER", "--hosts", "5"), "write --what-if add-hosts=5"),
+        (("PROFILE", "--hosts", "1", "--rate", "1gbit"), "allowed are 2 or more hosts"),
+        (("PROFILE", *EQUAL, "--per-host", "0"), "--per-host 0"),
+        (("CLUSTER", *EQUAL), "not JSON"),
+        (("PROFILE", "PROFILE"), "is not TOML"),
+        (("PROFILE", *EQUAL, "--what-if", "speed=2"), "unknown change 'speed'"),
+        (("PROFILE", *EQUAL, "--strategy", "deer"), "unknown strategy 'deer'"),
+        (("PROFILE", *EQUAL, "--codec", "zip"), "'zip'"),
+        (("PROFILE", *EQUAL, "--picture", "plan.pdf"), "has to end in .svg or .png"),
+        (("PROFILE", *EQUAL, "--inside"), "--inside: hosts have 1 workers; a replica is a host"),
+    ],
+)
+def test_plan_verb_wrong_input_is_one_line_and_exit_2(
+    plan: Wingbeat, profile: str, cluster: str, args: tuple[str, ...], message: str
+) -> None:
+    named = {"PROFILE": profile, "CLUSTER": cluster}
+    code, out, err = plan(*(named.get(arg, arg) for arg in args))
+    assert (code, out) == (2, "")
+    [line] = err.splitlines()
+    assert message in line
+
+
+def test_plan_verb_starts_as_a_command(profile: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "wingbeat.cli.main", "plan", profile, *EQUAL, *FEW],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fastest exact: allreduce" in done.stdout
