@@ -7,7 +7,8 @@
 A cell of the grid is a model in a setting of the lab: real workers, sockets and shaped links, with
 paced compute. Its strategies then run in virtual time, with the same plan, schedule and machine, on
 links of the same rate less headers, and on as many processors, which all hosts share
-(`wingbeat_lab.bench.simulated`). Costs of the simulator come from measurements of single
+(`wingbeat_lab.bench.simulated`). Codecs have the prices that the lab has found before each row.
+Other costs of the simulator come from measurements of single
 operations, never from these runs. ``HELD_BACK`` names the cells that are not read while costs are
 changed; they are reported apart.
 
@@ -69,7 +70,7 @@ SETTINGS = {
     "fast, 2 a host": Setting("star:3@{rate},prio=2", share=2.5, per_host=2, part=0.6),
     "4 a host": Setting("star:2@{rate},prio=2", per_host=4, part=0.6),
     "two NICs": Setting("star:4x2@{rate},prio=2", share=0.6),
-    "uneven": Setting("star:4@{rate},h3@{slow},prio=2", share=2, apart=True),
+    "uneven": Setting("star:4@{rate},h3@{slow},prio=2", share=2),
     "fat-tree": Setting("fat-tree:4/2@{rate}+{rate},prio=2", share=1.2),
 }
 
@@ -78,8 +79,8 @@ SETTINGS = {
 class Scaled:
     """A bundled model: its usual rate in Mbit/s, and its scales.
 
-    With ``coded``, for strategies with codecs, it has more bytes: a lab prolongs the time of codecs
-    by the scale, and with it the noise of short calls.
+    With ``coded``, for strategies with codecs, it has more bytes: the smaller the model, the more
+    of a call's time is fixed, and the less exact is the price of its bytes.
     """
 
     rate: float
@@ -123,7 +124,7 @@ CODED = ("dear, sketch", "allreduce, sketch@4", "allreduce, low rank", "omgs")
 APART = ("canary", "ripples", "adpsgd", "local steps")
 """Strategies without lockstep: means of more iterations, in a turn of their own."""
 
-FEW = {"iterations": 4, "rounds": 2, "warmup": 1}
+FEW = {"iterations": 4, "rounds": 1, "warmup": 1}
 MANY = {"iterations": 8, "rounds": 1, "warmup": 2}
 """Timed iterations of a strategy in its turns; local steps need whole periods."""
 
@@ -158,8 +159,8 @@ def arguments() -> argparse.Namespace:
     )
     for name, known in (("settings", SETTINGS), ("models", MODELS), ("strategies", STRATEGIES)):
         parser.add_argument(f"--{name}", nargs="+", default=list(known), metavar="NAME")
-    parser.add_argument("--iterations", type=int, help="of a row in lockstep (6)")
-    parser.add_argument("--rounds", type=int, help="turns of a row in lockstep (2)")
+    parser.add_argument("--iterations", type=int, help="of a row in lockstep")
+    parser.add_argument("--rounds", type=int, help="turns of a row in lockstep")
     parser.add_argument("--kept", type=Path, help="predict beside a report's measurements")
     parser.add_argument("--json", type=Path, default=Path("out/validation.json"))
     args = parser.parse_args()

@@ -16,7 +16,16 @@ from wingbeat.codecs.topk import TopKCodec
 from wingbeat.compression import Coded
 from wingbeat.errors import UsageError
 from wingbeat.simulator import Links, Model, Run, TimedLayer, Traffic, Work, simulate
-from wingbeat.simulator.codecs import ADDED, CAST, SKETCH, SKETCH_4, factors_sent, seconds_of
+from wingbeat.simulator.codecs import (
+    ADDED,
+    CAST,
+    SKETCH,
+    SKETCH_4,
+    Price,
+    Prices,
+    factors_sent,
+    seconds_of,
+)
 from wingbeat.types import Layout, Span, TensorSpec, blocks_of
 from wingbeat_lab import baselines, paced
 
@@ -258,3 +267,57 @@ def test_parameters_of_a_divided_optimizer_are_not_encoded() -> None:
 def test_processors_that_nobody_can_have_are_refused() -> None:
     with pytest.raises(UsageError, match="cores=0"):
         run("allreduce", cores=0)
+
+
+NOTHING = Price(0.0, 0.0)
+NO_PRICES = Prices(
+    pack=NOTHING, unpack=NOTHING, encode=NOTHING, decode=NOTHING, factors=(NOTHING,) * 4
+)
+
+
+def priced_s(strategy: str, **prices: object) -> float:
+    """Seconds of an iteration on fast links with codecs at these prices, twice for bytes."""
+    work = replace(FREE, codecs=2.0, prices=replace(NO_PRICES, **prices))  # type: ignore[arg-type]
+    return run(strategy, links=FAST, work=work).median_s
+
+
+@pytest.mark.parametrize(
+    ("strategy", "step", "calls", "buffers"),
+    [
+        # Two workers exchange their halves, each in two chunks, then the results.
+        ("allreduce:compression=sketch", "pack", None, 1.0),
+        ("allreduce:compression=sketch", "unpack", None, 1.0),
+        ("allreduce:compression=topk@0.01", "encode", 1, 1.0),
+        ("allreduce:compression=topk@0.01", "decode", 2, 2.0),
+    ],
+)
+def test_codecs_take_their_prices(
+    strategy: str, step: str, calls: int | None, buffers: float
+) -> None:
+    def seconds(price: Price) -> float:
+        work = replace(FREE, codecs=2.0, prices=replace(NO_PRICES, **{step: price}))
+        return run(strategy, workers=2, links=FAST, work=work).median_s
+
+    grown = seconds(Price(0.0, 1e-9))
+    assert grown == pytest.approx(2 * buffers * 4 * NUMEL * 1e-9, rel=0.01)
+    fixed = seconds(Price(1e-3, 0.0))
+    if calls is None:
+        calls = round(fixed / 1e-3)
+        assert calls >= 2  # a contribution and a result, in any number of chunks
+    assert fixed == pytest.approx(calls * 1e-3, rel=0.01)
+    assert seconds(NOTHING) < 0.01 * fixed
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_low_rank_takes_a_price_for_each_matrix_and_for_its_bytes(step: int) -> None:
+    def seconds(price: Price) -> float:
+        factors = tuple(price if i == step else NOTHING for i in range(4))
+        return priced_s("allreduce:compression=lowrank@1", factors=factors)
+
+    assert seconds(Price(1e-3, 0.0)) == pytest.approx(1e-3, rel=0.01)
+    assert seconds(Price(0.0, 1e-9)) == pytest.approx(2 * 4 * NUMEL * 1e-9, rel=0.01)
+
+
+def test_casts_have_no_prices() -> None:
+    dear = "allreduce:compression=bf16"
+    assert priced_s(dear) == run(dear, links=FAST, work=replace(FREE, codecs=2.0)).median_s > 0

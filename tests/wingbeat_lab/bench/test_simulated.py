@@ -8,7 +8,7 @@ from wingbeat import simulator
 from wingbeat.errors import UsageError
 from wingbeat.simulator.cluster import SLACK_S
 from wingbeat_lab import paced
-from wingbeat_lab.bench import simulated
+from wingbeat_lab.bench import pace, simulated
 from wingbeat_lab.bench.config import BenchConfig
 from wingbeat_lab.paced.model import SLACK
 
@@ -136,3 +136,47 @@ def test_cross_traffic_is_refused() -> None:
     checked = config.check()
     with pytest.raises(UsageError, match="cross-traffic cannot be simulated"):
         simulated.iteration_s(checked, checked.rows[0])
+
+
+def test_a_row_has_the_prices_of_its_bench() -> None:
+    """Of slow motion, too: fixed times of calls are stretched, those of bytes scaled besides."""
+    config = BenchConfig(
+        lab="star:2@8gbit",
+        model="paced:vgg16@0.05",
+        strategies=("allreduce:compression=sketch",),
+        iterations=1,
+        rounds=1,
+        stretch=4.0,
+    )
+    checked = config.check()
+    dear, cheap = (
+        {
+            "pack": {"fixed_s": fixed, "s_per_byte": each},
+            "unpack": {"fixed_s": 0.0, "s_per_byte": each},
+        }
+        for fixed, each in ((3e-6, 9e-9), (0.0, 1e-12))
+    )
+    work = simulated.work_of(checked.model, dear)
+    assert work.prices is not None
+    assert work.prices.pack == pytest.approx((12e-6, 9e-9))
+    assert work.prices.encode == (0.0, 0.0)
+    assert work.codecs == pytest.approx(80.0)
+    found = [simulated.iteration_s(checked, checked.rows[0], prices=each) for each in (dear, cheap)]
+    assert found[0] > 2 * found[1]
+    assert simulated.work_of(checked.model).prices is None
+
+
+def test_codecs_that_only_python_has_are_packed_at_the_prices_of_python() -> None:
+    checked = config_of("allreduce").check()
+    each = {"fixed_s": 1e-6, "s_per_byte": 2e-9}
+    names = ("Coding.encode", "Coding.decode", *simulated.LOW_RANK)
+    work = simulated.work_of(checked.model, dict.fromkeys(names, each))
+    assert work.prices is not None
+    wanted = (1e-6, 2e-9)
+    assert work.prices.pack == work.prices.unpack == work.prices.decode == wanted
+    assert work.prices.factors == (wanted,) * 4
+
+
+def test_steps_of_low_rank_have_the_names_that_a_bench_reports() -> None:
+    names = {f"{owner.__name__}.{name}" for owner, name, _ in pace.WORK}
+    assert set(simulated.LOW_RANK) <= names

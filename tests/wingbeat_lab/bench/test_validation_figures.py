@@ -128,6 +128,7 @@ def test_kept_measurements_are_predicted_anew_on_their_machine(
         "strategy": "allreduce",
         "config": validation.plain(config, "allreduce"),
         "lab_s": want / 1.08,
+        "prices": None,
         "simulated_s": 1.0,
         "off": 0.0,
     }
