@@ -95,7 +95,7 @@ def test_when_the_job_has_ended_its_last_state_stays_and_that_is_said() -> None:
 
     async def visit(pilot: Pilot[None], top: Top) -> None:
         source.job = None
-        await until(pilot, lambda: "from 0 s ago: job train-4711 has ended" in text(top))
+        await until(pilot, lambda: "s ago: job train-4711 has ended" in text(top))
         assert "iteration 40," in text(top)
         source.job = job(1, 2)  # torchrun has started it again, under the same name
         await until(pilot, lambda: "has ended" not in text(top))
