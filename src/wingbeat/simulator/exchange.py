@@ -677,13 +677,16 @@ _NAMES = {
 }
 
 
-def period_of(topology: Topology, layout: Layout) -> int:
+def period_of(topology: Topology, layout: Layout, wire: str | Coded = "") -> int:
     """Return the number of workers that represent all if hosts are alike; 0 if none do.
 
     One worker does if it has no neighbours on its host or no other hosts, else those of a host.
+    None do in an encoding whose blocks differ in bytes, because only some of their parameters have
+    a codec or factors.
     """
-    each = len(layout.hosts[0])
-    if not topology.symmetric or layout != Layout.even(len(layout.hosts), each):
+    each, options = len(layout.hosts[0]), options_of(wire)
+    uneven = (options.rank or options.groups) and not options.summed
+    if uneven or not topology.symmetric or layout != Layout.even(len(layout.hosts), each):
         return 0
     return 1 if len(layout.hosts) == 1 else each
 
@@ -729,10 +732,7 @@ class SimulationContext:
         workers = self.layout.workers
         topology = topology or topologies.fitted(self.topology, self.layout, self.links.count)
         mesh = topologies.fitted("mesh", self.layout, self.links.count)
-        options = options_of(self.wire)
-        # Blocks have different bytes where only some of their parameters have a codec or factors.
-        uneven = (options.rank or options.groups) and not options.summed
-        period = period_of(topology, self.layout) if self.alike and not uneven else 0
+        period = period_of(topology, self.layout, self.wire) if self.alike else 0
         alike = Alike(workers, period) if period else None
         return SimulatedExchanges(
             [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -266,3 +267,47 @@ def test_groups_sum_inside_hosts_first() -> None:
     """All of 2 x 4 workers: each host sends the parameters once, and not 7/4 of them."""
     made = run(Rules.all_workers(), Layout.even(2, 4))
     assert made.iteration_s == pytest.approx(1.0 + 0.12, rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", [Layout.even(2, 4), Layout.even(3, 2)], ids=["2x4", "3x2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": True},
+        {"every": 4},
+        {"every": 4, "compression": "sketch@4"},
+        {"every": 2, "slow": {0: 1.5}},
+    ],
+    ids=repr,
+)
+def test_represented_workers_average_as_all_do_one_by_one(
+    layout: Layout, options: dict[str, Any]
+) -> None:
+    given: dict[str, Any] = {"work": Work(), "jitter": 0.02, **options}
+    alone, one = Traffic(), Traffic()
+    every_worker = run(Rules.all_workers(), layout, traffic=alone, **given)
+    represented = run(Rules.all_workers(), layout, traffic=one, represented=True, **given)
+    assert represented.iteration_s == pytest.approx(every_worker.iteration_s, rel=0.01)
+    assert represented.waited == pytest.approx(every_worker.waited, abs=0.01)
+    assert one.sent.keys() == alone.sent.keys()
+    assert sum(one.sent.values()) == pytest.approx(sum(alone.sent.values()), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("rules", "layout", "links"),
+    [
+        (Rules(), Layout.even(2, 2), LINKS),
+        (Rules.all_workers(), Layout([0, 1, 1]), LINKS),
+        (Rules.all_workers(), Layout.even(2, 2), replace(LINKS, rates={0: 5e5})),
+    ],
+    ids=["groups", "unequal hosts", "unequal links"],
+)
+def test_represented_makes_no_difference_to_workers_that_are_not_alike(
+    rules: Rules, layout: Layout, links: Links
+) -> None:
+    runs = [
+        simulate_groups(MODEL, rules, layout, links, iterations=4, warmup=2, represented=each)
+        for each in (False, True)
+    ]
+    assert runs[0] == runs[1]

@@ -20,7 +20,7 @@ from wingbeat.parts.strategy import Strategy
 from wingbeat.schedules.events import Operation
 from wingbeat.simulator.agenda import Agenda
 from wingbeat.simulator.cluster import Links, Traffic, Work
-from wingbeat.simulator.exchange import Collectives, when_all
+from wingbeat.simulator.exchange import Alike, Collectives, period_of, when_all
 from wingbeat.simulator.model import ITEMSIZE, Buckets, Model, shard_of
 from wingbeat.simulator.network import LOCAL, GroupNetwork, Network, Wires
 from wingbeat.simulator.run import simulate
@@ -76,6 +76,7 @@ def simulate_groups(
     compression: Compression = "fp32",
     inside: int = 1,
     traffic: Traffic | None = None,
+    represented: bool = False,
 ) -> GroupRun:
     """Train ``model`` with averages of parameters over groups, in virtual time (Ripples, Fig. 7).
 
@@ -102,6 +103,9 @@ def simulate_groups(
             FSDP2 as in `wingbeat.simulator.simulate`. Its leader asks for groups, and each process
             averages its part with those of the same number.
         traffic: records the bytes that hosts send for averages.
+        represented: whether averages of all workers (`Rules.all_workers`) are taken to begin when
+            the last worker is there, and one is simulated for all, by the workers of one host. It
+            makes no difference where hosts have unequal links or numbers of workers.
 
     Raises:
         UsageError: a number is out of range.
@@ -118,7 +122,9 @@ def simulate_groups(
         )
     codec = codecs.parse(compression)
     wire = codec if isinstance(codec, str) else codec.for_differences()
-    job = _Job(model, rules, layout, links, local, work or Work(), seed, wire, inside, traffic)
+    job = _Job(
+        model, rules, layout, links, local, work or Work(), seed, wire, inside, traffic, represented
+    )
     first, last = warmup * layout.workers, (warmup + iterations) * layout.workers
     workers = [
         _Worker(rank, job, (slow or {}).get(rank, 1.0), jitter, overlap, every, last)
@@ -173,6 +179,7 @@ class _Job:
         wire: str | Coded,
         inside: int,
         traffic: Traffic | None,
+        represented: bool,
     ) -> None:
         self.agenda = Agenda()
         self.model, self.rules, self.layout = model, rules, layout
@@ -203,6 +210,10 @@ class _Job:
         # Random groups may follow each other so closely that they do.
         divided = rules is None or rules.division
         self._apart = divided and len(layout.hosts) == layout.workers and links.alike
+        ring = topologies.fitted("ring", layout, links.count)
+        whole = represented and rules is not None and rules.whole and links.alike
+        self._period = period_of(ring, layout, wire) if whole else 0
+        self._whole: tuple[list[float], int] | None = None
         self._begun: dict[object, dict[int, tuple[float, Callable[[], None]]]] = {}
         self._traffic = traffic
         self._known: dict[tuple[int, ...], list[tuple[float, int]]] = {}
@@ -252,6 +263,8 @@ class _Job:
             self.agenda.at(self.agenda.now + copies_s, over)
 
         begin = self._begin_apart if self._apart else self._begin
+        if self._period:
+            begin = self._begin_whole
         self.agenda.at(begins, partial(begin, rank, average, members, made))
 
     def _begin(
@@ -259,6 +272,25 @@ class _Job:
     ) -> None:
         layout = Layout.by_name(self.layout.host_of[member] for member in members)
         self._exchange(members.index(rank), average, members, layout, self.network, over)
+
+    def _begin_whole(
+        self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
+    ) -> None:
+        """Begin an average of all workers when the last is there, from when on all take as long."""
+        begun = self._begun.setdefault((average, members), {})
+        begun[rank] = self.agenda.now, over
+        if len(begun) < len(members):
+            return
+        del self._begun[average, members]
+        if self._whole is None:
+            found = self._simulated([0.0] * self._period, self.layout, represented=True)
+            self._whole = [seconds for seconds, _ in found], found[0][1]
+        now, (ended, nbytes) = self.agenda.now, self._whole
+        for member, (_, done) in begun.items():
+            self.agenda.at(now + ended[member % self._period], done)
+        if self._traffic is not None:
+            for host in range(len(self.layout.hosts)):
+                self._traffic.carried(host, now, now + max(ended), nbytes)
 
     def _begin_apart(
         self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
@@ -272,20 +304,25 @@ class _Job:
         first = min(when for when, _ in begun.values())
         later = tuple(round((begun[k][0] - first) / _GRAIN_S) for k in range(len(members)))
         if later not in self._known:
-            self._known[later] = self._simulated([_GRAIN_S * each for each in later])
+            apart = Layout.even(len(later), 1)
+            self._known[later] = self._simulated([_GRAIN_S * each for each in later], apart)
         for place, (seconds, nbytes) in enumerate(self._known[later]):
             self.agenda.at(max(self.agenda.now, first + seconds), begun[place][1])
             if self._traffic is not None:
                 host = self.layout.host_of[members[place]]
                 self._traffic.carried(host, first, first + seconds, nbytes)
 
-    def _simulated(self, later: Sequence[float]) -> list[tuple[float, int]]:
+    def _simulated(
+        self, later: Sequence[float], layout: Layout, *, represented: bool = False
+    ) -> list[tuple[float, int]]:
         """Return when each member of an average is done, and the bytes that its host sends.
 
-        ``later`` are the times at which they begin.
+        ``later`` are the times at which they begin: of all members on ``layout``, or of those that
+        represent them.
         """
-        usual, network, members = self.agenda, self.network, tuple(range(len(later)))
-        processes = Layout.even(len(later), self._inside)
+        usual, network, members = self.agenda, self.network, tuple(range(layout.workers))
+        alike = Alike(layout.workers, len(later)) if represented else None
+        processes = Layout.even(layout.workers, self._inside) if self._inside > 1 else layout
         self.agenda = Agenda()
         traffic = Traffic()
         self.network = Network(self.agenda, Wires(processes, self.links, self._local), traffic)
@@ -294,14 +331,14 @@ class _Job:
         def end(place: int) -> None:
             ended[place] = agenda.now
 
-        apart = Layout.even(len(later), 1)
         for place, when in enumerate(later):
             over = partial(end, place)
-            begin = partial(self._exchange, place, 0, members, apart, self.network, over)
+            begin = partial(self._exchange, place, 0, members, layout, self.network, over, alike)
             agenda.at(when, begin)
         agenda.run()
         self.agenda, self.network = usual, network
-        return [(when, traffic.sent.get(place, 0)) for place, when in enumerate(ended)]
+        hosts = (layout.host_of[place] for place in range(len(later)))
+        return [(when, traffic.sent.get(host, 0)) for when, host in zip(ended, hosts, strict=True)]
 
     def _exchange(
         self,
@@ -311,6 +348,7 @@ class _Job:
         layout: Layout,
         network: Network,
         over: Callable[[], None],
+        alike: Alike | None = None,
     ) -> None:
         ring, mesh = (
             topologies.fitted(name, layout, self.links.count) for name in ("ring", "mesh")
@@ -325,6 +363,7 @@ class _Job:
                 self.work,
                 self.agenda,
                 GroupNetwork(network, average, [m * self._inside + column for m in members]),
+                alike,
                 wire=self._wire,
                 mesh=mesh,
                 hosts=len(self.layout.hosts),
