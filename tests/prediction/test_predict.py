@@ -11,6 +11,7 @@ from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
 from wingbeat.prediction import Cluster, Prediction, predict, rank
 from wingbeat.prediction.baselines import BASELINES
+from wingbeat.prediction.predict import simulated_alone
 from wingbeat.simulator import Links, Model, TimedLayer, simulate
 from wingbeat.strategies.presets import (
     ADPSGD,
@@ -37,8 +38,9 @@ def model() -> Model:
     return Model(layers, tensors)
 
 
-def cluster(hosts: int = 4, per_host: int = 1, **changes: object) -> Cluster:
-    return Cluster(links=LINKS, layout=Layout.even(hosts, per_host), **changes)  # type: ignore[arg-type]
+def cluster(hosts: int = 4, per_host: int = 1, **changes: Any) -> Cluster:
+    given = {"links": LINKS, "layout": Layout.even(hosts, per_host)}
+    return Cluster(**given | changes)
 
 
 def predicted(strategy: Strategy, *, hosts: int = 4, per_host: int = 1) -> Prediction:
@@ -136,6 +138,56 @@ def test_predict_few_workers_of_a_host_represent_all(
     run = simulate(model(), strategy, 8 * hosts, LINKS, layout=described.layout, iterations=2)
     assert found.iteration_s == pytest.approx(run.iterations_s[-1], rel=time_off)
     assert found.bytes_per_host == pytest.approx(run.bytes_per_host, rel=bytes_off)
+
+
+UNLIKE: dict[str, dict[str, Any]] = {
+    "slow host": {"slow": {1: 1.5}},
+    "slow NICs": {"links": replace(LINKS, rates={2: 40e6})},
+}
+
+
+@pytest.mark.parametrize("changes", UNLIKE.values(), ids=UNLIKE)
+@pytest.mark.parametrize(
+    ("strategy", "time_off"),
+    [(AllReduce(mb=2.0), 0.012), (DeAR(plan="fixed", mb=2.0), 0.012), (BASELINES["ddp"], 0.03)],
+    ids=repr,
+)
+def test_predict_few_workers_of_unlike_hosts_represent_all(
+    strategy: Strategy, time_off: float, changes: dict[str, Any]
+) -> None:
+    described = cluster(3, 8, **changes)
+    assert simulated_alone(strategy, described) == 12
+    found = predict(strategy, model(), described)
+    run = simulate(
+        model(),
+        strategy,
+        24,
+        described.links,
+        layout=described.layout,
+        slow=described.slow_workers,
+        iterations=3,
+    )
+    assert found.iteration_s == pytest.approx(run.iterations_s[-1], rel=time_off)
+    assert found.bytes_per_host == pytest.approx(run.bytes_per_host, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "hosts", "alone"),
+    [
+        (DiLoCo(every=4), 4, 0),
+        (LocalSGD(), 4, 0),
+        (Ripples(), 4, 32),
+        (AllReduce(), 4, 16),
+        (AllReduce(), 5, 10),
+        (AllReduce(compression="lowrank@1"), 4, 32),
+    ],
+    ids=repr,
+)
+def test_simulated_alone_with_a_slow_host_are_few_of_each_host(
+    strategy: Strategy, hosts: int, alone: int
+) -> None:
+    assert simulated_alone(strategy, cluster(hosts, 8, slow={0: 2.0})) == alone
+    assert simulated_alone(strategy, cluster(hosts, 8, slow={0: 2.0}), 8) in (0, 8 * hosts)
 
 
 def test_predict_spread_of_measured_rates_widens_the_interval() -> None:

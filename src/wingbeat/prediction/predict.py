@@ -54,6 +54,9 @@ _ITERATIONS = {True: 2, False: 3}
 _FEW, _FEWEST, _FEW_WORKERS = 4, 2, 128
 """Workers of a host that represent more of them, up to so many workers in all and beyond."""
 
+_FEW_UNLIKE = 4
+"""The same number of hosts where these differ, so that all of them are simulated."""
+
 _STEPS = 8
 """Least number of iterations of workers that are not in lockstep, and of averaged models."""
 
@@ -129,7 +132,7 @@ def rank(
     for name, strategy in candidates.items():
         if progress is not None:
             progress(name)
-        alone = simulated_alone(strategy, cluster)
+        alone = simulated_alone(strategy, cluster, inside)
         if most is not None and alone > most:
             refused[name] = (
                 f"its {alone} workers would be simulated one by one, and more than {most} take "
@@ -192,11 +195,34 @@ def predict(
     )
 
 
-def simulated_alone(strategy: Strategy, cluster: Cluster) -> int:
-    """Return how many workers are simulated one by one; 0 if those of one host represent all."""
-    counts = {len(host) for host in cluster.layout.hosts}
-    alike = cluster.links.alike and not cluster.slow and len(counts) == 1
-    return 0 if alike and strategy.exchange.collective else cluster.workers
+def simulated_alone(strategy: Strategy, cluster: Cluster, inside: int = 1) -> int:
+    """Return how many workers are simulated one by one; 0 if those of one host represent all.
+
+    A slow host delays averages of all workers, but does not change them.
+    """
+    exchange = strategy.exchange
+    whole = isinstance(exchange, Groups) and exchange.everyone
+    alike = _even(cluster) and cluster.links.alike and (whole or not cluster.slow)
+    if alike and (whole or exchange.collective):
+        return 0
+    few = 0 if inside > 1 else _few(strategy, cluster)
+    return few * cluster.hosts or cluster.workers
+
+
+def _few(strategy: Strategy, cluster: Cluster) -> int:
+    """Return how many workers of each host represent all of it; 0: all are simulated."""
+    exchange, options = strategy.exchange, options_of(strategy.wire)
+    blocks = isinstance(exchange, Ring | Mesh) and not (options.gathers or options.rank)
+    if not _even(cluster) or not (blocks or isinstance(exchange, FlatRing)):
+        return 0
+    alike = cluster.links.alike and not cluster.slow
+    many = cluster.workers > _FEW_WORKERS if alike else cluster.hosts > _FEW_UNLIKE
+    few = _FEWEST if many else _FEW
+    return few if len(cluster.layout.hosts[0]) > few else 0
+
+
+def _even(cluster: Cluster) -> bool:
+    return len({len(host) for host in cluster.layout.hosts}) == 1
 
 
 def error_of(strategy: Strategy) -> tuple[float, float]:
@@ -274,18 +300,17 @@ class _Job:
     def _represented(self) -> tuple[Cluster, Work, Links]:
         """Return a smaller cluster whose iteration takes as long, with its costs, if there is one.
 
-        Where equal hosts sum inside first, few workers of each represent all. Then a worker has a
+        Few workers of each host represent all. Where hosts sum inside first, a worker then has a
         larger share of its host's NICs, and its thread takes less time for each byte; inside, it
         exchanges a smaller part of its gradients, more slowly; and each of its fewer chunks takes
-        longer. With DDP's ring, each worker gets a host, since each host sends and receives one
-        stream in either case.
+        longer. In DDP's ring, it receives and sends as many bytes, and passes them on later. Where
+        hosts are alike, each worker of this ring gets a host, since each host sends and receives
+        one stream in either case.
         """
         cluster, work, local = self.cluster, self.work, LOCAL
-        each = len(cluster.layout.hosts[0])
-        hosts, exchange = cluster.hosts, self.strategy.exchange
-        if each == 1 or simulated_alone(self.strategy, cluster):
-            return cluster, work, local
-        if isinstance(exchange, FlatRing):
+        each, hosts = len(cluster.layout.hosts[0]), cluster.hosts
+        flat = isinstance(self.strategy.exchange, FlatRing)
+        if flat and each > 1 and not simulated_alone(self.strategy, cluster):
             far_s, near_s = cluster.links.latency_s, local.latency_s
             links = replace(
                 cluster.links,
@@ -294,20 +319,22 @@ class _Job:
             )
             layout = Layout.even(cluster.workers, 1)
             return replace(cluster, links=links, layout=layout), work, local
-        few = _FEW if cluster.workers <= _FEW_WORKERS else _FEWEST
-        options = options_of(self.strategy.wire)
-        if each <= few or not isinstance(exchange, Ring | Mesh) or options.gathers or options.rank:
+        few = _few(self.strategy, cluster)
+        if not few:
             return cluster, work, local
-        chunks = (each * hosts - 1) / (few * hosts - 1)
+        cluster = replace(cluster, layout=Layout.even(hosts, few))
+        work = replace(work, chunk_s=work.chunk_s * (each * hosts - 1) / (few * hosts - 1))
+        if flat:
+            later = (each - 1) / (few - 1)
+            return cluster, work, replace(local, latency_s=local.latency_s * later)
         work = replace(
             work,
-            chunk_s=work.chunk_s * chunks,
             wire_s_per_byte=work.wire_s_per_byte * few / each,
             add_s_per_byte=work.add_s_per_byte * few / each,
             codecs=work.codecs * few / each,
         )
         local = replace(local, bytes_per_s=local.bytes_per_s * (1 - 1 / few) / (1 - 1 / each))
-        return replace(cluster, layout=Layout.even(hosts, few)), work, local
+        return cluster, work, local
 
     def groups(self, exchange: Groups) -> _Result:
         """Predict the mean iteration of workers that average their models in groups."""
@@ -339,6 +366,7 @@ class _Job:
             compression=self.strategy.compression,
             inside=self.inside,
             traffic=traffic,
+            represented=True,
         )
         return run.iteration_s, run.waited * run.iteration_s, self._each(traffic, run.steps)
 
