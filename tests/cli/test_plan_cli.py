@@ -61,8 +61,8 @@ def test_plan_verb_ranks_and_shows_the_winners_code(plan: Wingbeat, profile: str
     names = [line.split()[0] for line in out.splitlines() if " .. " in line]
     assert names.index("allreduce:compression=sketch") < names.index("allreduce")
     assert {"ddp", "ddp+bf16", "ddp+powersgd:rank=1"} <= set(names)
-    assert "fastest exact: allreduce: 1.00 times as fast as ddp (within the error" in out
-    assert "fastest of all: allreduce:compression=sketch (lossy, with error feedback): " in out
+    assert "exact: stay with ddp, or allreduce: 1.00 times as fast as ddp, within the error" in out
+    assert "not exact: stay with ddp+bf16, or allreduce:compression=sketch (lossy, with " in out
     assert "  model, optimizer = wingbeat.distribute(model, optimizer, AllReduce())" in out
     assert "interval: the error of predictions in the lab" in out
 
@@ -82,9 +82,36 @@ def test_plan_verb_json_has_all_figures(plan: Wingbeat, profile: str) -> None:
     assert ring["bytes_per_host"] == pytest.approx(4 / 3 * 3e6, rel=0.01)
     assert ring["code"].startswith("import wingbeat")
     assert ddp["code"] is None
-    assert base["fastest"] == {"exact": "allreduce", "of all": "allreduce:compression=sketch"}
+    exact, other = (base["recommended"][which] for which in ("exact", "not_exact"))
+    assert exact == {
+        "name": "allreduce", "ties": [], "rival": "ddp", "faster": False, "slower": False
+    }  # fmt: skip
+    assert (other["name"], other["rival"]) == ("allreduce:compression=sketch", "ddp+bf16")
     quick = {row["strategy"]: row["iteration_s"] for row in fast["ranking"]}
     assert quick["allreduce"] < ring["iteration_s"]
+
+
+def test_plan_verb_recommends_a_hook_that_is_faster_beyond_the_error(
+    plan: Wingbeat, profile: str
+) -> None:
+    code, out, _ = plan(profile, "--hosts", "3", "--rate", "100mbit", *FEW)
+    assert code == 0
+    [line] = [each for each in out.splitlines() if each.startswith("not exact")]
+    assert line.startswith(
+        "not exact: stay with ddp+powersgd:rank=1: allreduce:compression=sketch takes 1."
+    )
+
+
+def test_plan_verb_recommends_what_is_faster_than_ddp_beyond_the_error(
+    plan: Wingbeat, profile: str
+) -> None:
+    code, out, _ = plan(
+        profile, "--hosts", "2", "--per-host", "4", "--rate", "100mbit", "--strategy", "allreduce"
+    )
+    assert code == 0
+    [line] = [each for each in out.splitlines() if each.startswith("exact")]
+    assert line.startswith("exact: allreduce: 1.")
+    assert line.endswith(" times as fast as ddp")
 
 
 def test_plan_verb_cluster_file_equals_its_words(
@@ -103,8 +130,8 @@ def test_plan_verb_what_if_has_a_column_and_a_winner_for_each(plan: Wingbeat, pr
     [row] = [line.split() for line in out.splitlines() if line.startswith(" allreduce  ")][1:]
     now, more, slow = map(float, row[1:])
     assert more < now < slow
-    assert "fastest exact with nics=2: allreduce" in out
-    assert "fastest exact with slow-host=1:3,add-hosts=1: allreduce" in out
+    assert "exact with nics=2: stay with ddp, or allreduce" in out
+    assert "exact with slow-host=1:3,add-hosts=1: stay with ddp, or allreduce" in out
 
 
 def test_plan_verb_what_cannot_be_predicted_is_listed_with_the_reason(
@@ -186,4 +213,4 @@ def test_plan_verb_starts_as_a_command(profile: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "fastest exact: allreduce" in done.stdout
+    assert "exact: stay with ddp, or allreduce" in done.stdout

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from wingbeat.parts.strategy import Strategy
     from wingbeat.prediction import Cluster, Prediction, Ranking
+    from wingbeat.prediction.recommendation import Choice, Recommendation
 
 HELP = """Rank strategies by the iteration that is predicted for your model on your cluster.
 
@@ -232,7 +233,7 @@ class _Report(NamedTuple):
     rankings: Mapping[str, Ranking]
 
     def print(self, notes: Sequence[str], *, spread: float) -> None:
-        """Print tables, refusals, winners and assumptions."""
+        """Print tables, refusals, advice and assumptions."""
         from rich.console import Console
 
         console = Console(width=None if sys.stdout.isatty() else _WIDTH)
@@ -247,7 +248,7 @@ class _Report(NamedTuple):
                 where = f" with {text}" if text else ""
                 print(f"not predicted{where}: {name}: {reason}")
         for text in self.rankings:
-            print("\n".join(["", *self.winners(text)]))
+            print("\n".join(["", *self.advice(text)]))
         print()
         measured = f", and rates of equal NICs that differ by {spread:.1%}" if spread else ""
         print(f"interval: the error of predictions in the lab{measured}")
@@ -261,7 +262,7 @@ class _Report(NamedTuple):
         columns += ["over its\nbest hook"] if hook else []
         columns += ["MB sent\nper host", "MB of\nbuffers", "convergence"]
         table = _table(self.title, columns)
-        winners = {name for _, name in self._fastest("")}
+        best = self._best("")
         for name, each in self.rankings[""].predictions.items():
             cells = [
                 name,
@@ -273,7 +274,7 @@ class _Report(NamedTuple):
                 f"{each.memory_bytes / 1e6:.4g}",
                 each.convergence,
             ]
-            style = "bold" if name in winners else "dim" if name in self.baselines else ""
+            style = "bold" if name in best else "dim" if name in self.baselines else ""
             table.add_row(*cells, style=style)
         return table
 
@@ -281,7 +282,7 @@ class _Report(NamedTuple):
         """Return the milliseconds of all clusters beside each other."""
         columns = ["strategy, ms", *(text.replace(",", ",\n") or "now" for text in self.rankings)]
         table = _table("What if", columns)
-        best = {text: {name for _, name in self._fastest(text)} for text in self.rankings}
+        best = {text: self._best(text) for text in self.rankings}
         names = dict.fromkeys(n for each in self.rankings.values() for n in each.predictions)
         for name in names:
             cells = []
@@ -292,24 +293,53 @@ class _Report(NamedTuple):
             table.add_row(name, *cells, style="dim" if name in self.baselines else "")
         return table
 
-    def winners(self, text: str) -> list[str]:
-        """Return the fastest strategies and how to use them."""
-        from wingbeat.prediction.candidates import code_of
-
-        found = self.rankings[text].predictions
+    def advice(self, text: str) -> list[str]:
+        """Return what to use instead of PyTorch's own exchange, or that nothing is faster."""
+        found, chosen = self.rankings[text].predictions, self.chosen(text)
         where = f" with {text}" if text else ""
         lines = []
-        for which, name in self._fastest(text):
-            each = found[name]
-            than = [
-                f"{_times(found[rival], each)} times as fast as {rival}{_doubt(each, found[rival])}"
-                for rival in self._rivals(text)
-                if rival
-            ]
-            what = "" if which == "exact" else f" ({each.convergence})"
-            lines.append(f"fastest {which}{where}: {name}{what}: {', '.join(than)}")
-            lines += [f"  {line}" for line in code_of(self.named[name]).splitlines()]
+        if chosen.exact is not None:
+            lines += self._advised(text, f"exact{where}", chosen.exact)
+        if chosen.other is not None:
+            what = f" ({found[chosen.other.name].convergence})"
+            lines += self._advised(text, f"not exact{where}", chosen.other, what)
+        elif chosen.others:
+            lines.append(
+                f"not exact{where}: none is faster than {chosen.reference} beyond the error of the "
+                "prediction"
+            )
         return lines
+
+    def _advised(self, text: str, which: str, choice: Choice, what: str = "") -> list[str]:
+        from wingbeat.prediction.candidates import code_of
+
+        found, name, rival = self.rankings[text].predictions, choice.name, choice.rival
+        each, plain = found[name], self._rivals(text)[0]
+        if choice.slower:
+            longer = each.iteration_s / found[rival].iteration_s
+            return [f"{which}: stay with {rival}: {name} takes {longer:.2f} times as long"]
+        stay = "" if choice.faster else f"stay with {rival}, or "
+        than = [
+            f"{_times(found[other], each)} times as fast as {other}"
+            for other in dict.fromkeys((plain, rival))
+            if other
+        ]
+        lines = [f"{which}: {stay}{name}{what}: {', '.join(than)}"]
+        if not choice.faster:
+            lines[0] += ", within the error of the prediction"
+        if choice.ties:
+            lines.append(f"  ties, within the error of the fastest: {', '.join(choice.ties)}")
+        return lines + [f"  {line}" for line in code_of(self.named[name]).splitlines()]
+
+    def chosen(self, text: str) -> Recommendation:
+        """Return what is recommended."""
+        from wingbeat.prediction.recommendation import recommend
+
+        return recommend(self.rankings[text].predictions, list(self.named), self.baselines)
+
+    def _best(self, text: str) -> set[str]:
+        chosen = self.chosen(text)
+        return {each.name for each in (chosen.exact, chosen.other) if each is not None}
 
     def to_json(self, scenarios: Mapping[str, Cluster], notes: Sequence[str]) -> dict[str, Any]:
         """Return everything as JSON objects."""
@@ -336,10 +366,15 @@ class _Report(NamedTuple):
                     "cluster": scenarios[text].describe(),
                     "ranking": rows,
                     "not_predicted": dict(ranking.refused),
-                    "fastest": dict(self._fastest(text)),
+                    "recommended": self._recommended(text),
                 }
             )
         return {"plan": self.title, "scenarios": out, "notes": list(notes)}
+
+    def _recommended(self, text: str) -> dict[str, Any]:
+        chosen = self.chosen(text)
+        both = {"exact": chosen.exact, "not_exact": chosen.other}
+        return {key: each and asdict(each) for key, each in both.items()}
 
     @property
     def _plain(self) -> str:
@@ -353,27 +388,9 @@ class _Report(NamedTuple):
         plain = next((name for name in own if "+" not in name), "")
         return plain, next((name for name in own if "+" in name), "")
 
-    def _fastest(self, text: str) -> list[tuple[str, str]]:
-        """Return the fastest exact strategy, and the fastest of all if that is another one."""
-        from wingbeat.prediction.predict import EXACT
-
-        found = self.rankings[text].predictions
-        own = [name for name in found if name not in self.baselines]
-        exact = [name for name in own if found[name].convergence == EXACT]
-        lines = [("exact", name) for name in exact[:1]]
-        return lines + [("of all", name) for name in own[:1] if name not in exact[:1]]
-
 
 def _times(rival: Prediction | None, each: Prediction) -> str:
     return "-" if rival is None else f"{rival.iteration_s / each.iteration_s:.2f}"
-
-
-def _doubt(each: Prediction, rival: Prediction) -> str:
-    """Return a remark about a difference that is small or to the disadvantage."""
-    if each.high_s >= rival.low_s and each.low_s <= rival.high_s:
-        return " (within the error of the prediction)"
-    slower = each.iteration_s > rival.iteration_s and rival.convergence == each.convergence
-    return " (so keep that)" if slower else ""
 
 
 def _ms(seconds: float) -> str:

@@ -13,8 +13,8 @@ from wingbeat.strategies.spelling import parse
 _CLASS = re.compile(r"\b([A-Z]\w*)\(")
 
 EXACT = (
-    "allreduce",
     "dear:plan=fixed",
+    "allreduce",
     "dear:plan=fixed,mb=5",
     "dear:plan=layers@1",
     "dear:plan=fixed,topology=mesh",
@@ -38,7 +38,9 @@ LOCAL = (
 ASYNCHRONOUS = ("ripples", "adpsgd", "canary")
 
 CANDIDATES = (*EXACT, *LOSSY, *LOCAL, *ASYNCHRONOUS)
-"""What is ranked by default. Codecs are on, whatever their trial would decide in training."""
+"""What is ranked by default, the simplest of each kind first. Codecs are on, whatever their trial
+would decide in training.
+"""
 
 
 def candidates(texts: Sequence[str] = (), codecs: Sequence[str] = ()) -> dict[str, Strategy]:
