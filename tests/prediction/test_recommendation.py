@@ -92,3 +92,8 @@ def test_recommend_without_exact_strategies_compares_with_the_hook() -> None:
     assert found.other == Choice("sketch", (), "ddp+hook", faster=True, slower=False)
     assert found.others == 1
     assert choose(ddp=64, ddp_hook=100, sketch=60).other is None
+
+
+def test_recommend_rival_is_the_fastest_of_the_hooks() -> None:
+    found = choose(ddp=200, ddp_hook=55, ddp_unsure=60, simple=100, sketch=60).other
+    assert found == Choice("sketch", (), "ddp+hook", faster=False, slower=False)
