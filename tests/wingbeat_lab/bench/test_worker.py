@@ -18,12 +18,13 @@ from helpers.pool import Pool
 from wingbeat.collectives import Handle
 from wingbeat.observe.events import COLLECTIVES, stream
 from wingbeat.planning.control import Decisions
+from wingbeat.simulator.codecs import Price
 from wingbeat.transport import loopback
 from wingbeat_lab.bench import attach, worker
 from wingbeat_lab.bench.attach import Attached
 from wingbeat_lab.bench.config import BenchConfig, Checked
 from wingbeat_lab.bench.models import Built
-from wingbeat_lab.bench.pace import Open, Pace
+from wingbeat_lab.bench.pace import Calls, Open, Pace
 from wingbeat_lab.bench.worker import Training, Worker
 
 
@@ -216,11 +217,11 @@ def test_single_worker_decides_nothing(attached: list[Any]) -> None:
 class Sizes(Pace):
     """Notes on which models a codec is priced, and asks nothing of them."""
 
-    def price(self, opened: Open) -> dict[str, float]:
+    def measure(self, opened: Open) -> list[dict[str, Calls]]:
         for share in (1.0, 0.25):
             with opened(share) as iterate:
                 iterate(0)
-        return {"encode": 0.5}
+        return [{"encode": Calls(14.0, 10, 100)}, {"encode": Calls(11.0, 10, 25)}]
 
 
 def test_a_row_with_a_codec_is_priced_on_its_model_and_on_a_quarter(
@@ -236,24 +237,29 @@ def test_a_row_with_a_codec_is_priced_on_its_model_and_on_a_quarter(
     monkeypatch.setattr(worker, "training", training)
     own = worker_of("ddp", "dear:plan=fixed", "ddp+bf16", "dear:compression=sketch")
     own.pace = Sizes(1.0, 0.02)
-    others = [{"encode": 0.9, "decode": 0.1}, {"encode": 0.7}]
+    others: list[list[dict[str, list[float]]]] = [
+        [{"encode": [90.0, 10, 100]}, {"encode": [10.0, 10, 25]}],
+        [{"encode": [1.0, 10, 100]}, {"encode": [90.0, 10, 25]}],
+    ]
     monkeypatch.setattr(type(own.world), "exchange", lambda _world, _what, mine: [mine, *others])
     for row in range(4):
         worker.price_codec(own, row)
-    # The median of all workers, of what each of them has measured.
-    assert own.fixed == {2: {"encode": 0.7}, 3: {"encode": 0.7}}
+    # Of the medians of all workers, this one's, on both models.
+    assert set(own.prices) == {2, 3}
+    for row in (2, 3):
+        assert own.prices[row]["encode"] == pytest.approx((1.0, 0.04))
     assert models == ["paced:resnet50@0.02", "paced:resnet50@0.005"] * 2
     assert len(attached) == 4
 
 
-def test_each_row_trains_with_its_own_fixed_costs(attached: list[Any]) -> None:
+def test_each_row_trains_with_its_own_prices(attached: list[Any]) -> None:
     own = worker_of("ddp", "dear:compression=sketch")
-    own.fixed = {1: {"encode": 0.5}}
+    own.prices = {1: {"encode": Price(0.5, 0.0)}}
     seen = []
     for row in (1, 0):
         with own.training(row):
-            seen.append(dict(own.pace.fixed))
-    assert seen == [{"encode": 0.5}, {}]
+            seen.append(dict(own.pace.prices))
+    assert seen == [{"encode": Price(0.5, 0.0)}, {}]
 
 
 class Clock:
