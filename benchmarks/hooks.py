@@ -36,11 +36,12 @@ from common import show, write
 from wingbeat import compression
 from wingbeat.errors import UsageError
 from wingbeat.kernels import layout
+from wingbeat.simulator.codecs import Price
 from wingbeat_lab import lab, paced
 from wingbeat_lab.bench import attach as wrapping
 from wingbeat_lab.bench import machine, models
 from wingbeat_lab.bench.config import scaled
-from wingbeat_lab.bench.pace import Pace
+from wingbeat_lab.bench.pace import Pace, prices
 from wingbeat_lab.bench.table import Printed
 from wingbeat_lab.lab import counters
 
@@ -120,12 +121,12 @@ def worker(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     pace = Pace(args.stretch, paced.parse(args.model).scale)
     pace.install()
-    fixed = {name: priced(name, args, pace) for name in args.rows if name != "ddp"}
+    found = {name: priced(name, args, pace) for name in args.rows if name != "ddp"}
     turns = []
     for number in range(args.rounds):
         shift = number % len(args.rows)
         for name in (*args.rows[shift:], *args.rows[:shift]):
-            pace.use(fixed.get(name, {}))
+            pace.use(found.get(name, {}))
             turns.append(turn(name, args))
             if dist.get_rank() == 0:
                 print(f"round {number + 1}/{args.rounds}: {name}", flush=True)
@@ -135,8 +136,8 @@ def worker(args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def priced(name: str, args: argparse.Namespace, pace: Pace) -> dict[str, float]:
-    """Return the size-independent CPU seconds of the hook's calls."""
+def priced(name: str, args: argparse.Namespace, pace: Pace) -> dict[str, Price]:
+    """Return the prices of the hook's calls."""
     base, scale = args.model.partition("@")[0], paced.parse(args.model).scale
 
     @contextlib.contextmanager
@@ -145,7 +146,7 @@ def priced(name: str, args: argparse.Namespace, pace: Pace) -> dict[str, float]:
         yield lambda _: row.step()
         row.close()
 
-    return pace.price(opened)
+    return prices(*pace.measure(opened))
 
 
 def codec_factor(model: str, stretch: float) -> float:

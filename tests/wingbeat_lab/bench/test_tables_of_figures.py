@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.scripts import benchmark
+from wingbeat.simulator.codecs import Price
 from wingbeat_lab.bench import contenders
 from wingbeat_lab.bench.pace import Pace
 
@@ -141,9 +142,11 @@ def test_hooks_encode_at_the_pace_of_the_whole_model(monkeypatch: pytest.MonkeyP
 
     paces: list[Pace] = []
 
-    def priced(_name: str, _args: Any, pace: Pace) -> dict[str, float]:
+    price = {"encode": Price(0.25, 0.0)}
+
+    def priced(_name: str, _args: Any, pace: Pace) -> dict[str, Price]:
         paces.append(pace)
-        return {"encode": 0.25}
+        return price
 
     seen: list[Any] = []
     group = {"init_process_group": nothing, "barrier": nothing, "destroy_process_group": nothing}
@@ -152,11 +155,11 @@ def test_hooks_encode_at_the_pace_of_the_whole_model(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(hooks.torch, "set_num_threads", nothing)
         monkeypatch.setattr(hooks.Pace, "install", lambda _: nothing)
         monkeypatch.setattr(hooks, "priced", priced)
-        monkeypatch.setattr(hooks, "turn", lambda *_: seen.append(dict(paces[0].fixed)))
+        monkeypatch.setattr(hooks, "turn", lambda *_: seen.append(dict(paces[0].prices)))
         rows = ["sketch@8", "ddp"]
         hooks.worker(SimpleNamespace(rounds=1, rows=rows, model="paced:resnet50@0.1", stretch=2.0))
     assert [(pace.stretch, pace.scale) for pace in paces] == [(2.0, 0.1)]
-    assert seen == [{"encode": 0.25}, {}]
+    assert seen == [price, {}]
 
 
 def test_requests_have_the_range_of_repeats() -> None:
