@@ -7,6 +7,7 @@ ranks may predict the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -133,9 +134,12 @@ def rank(
         if progress is not None:
             progress(name)
         alone = simulated_alone(strategy, cluster, inside)
-        if most is not None and alone > most:
+        limit = math.inf if most is None else most
+        if isinstance(strategy.exchange, FlatRing):
+            limit *= _RING  # a ranking needs its baselines
+        if alone > limit:
             refused[name] = (
-                f"its {alone} workers would be simulated one by one, and more than {most} take "
+                f"its {alone} workers would be simulated one by one, and more than {limit} take "
                 "minutes: --patient does it"
             )
             continue
@@ -213,7 +217,7 @@ def _few(strategy: Strategy, cluster: Cluster) -> int:
     """Return how many workers of each host represent all of it; 0: all are simulated."""
     exchange, options = strategy.exchange, options_of(strategy.wire)
     blocks = isinstance(exchange, Ring | Mesh) and not (options.gathers or options.rank)
-    if not _even(cluster) or not (blocks or isinstance(exchange, FlatRing)):
+    if not _even(cluster) or not blocks:
         return 0
     alike = cluster.links.alike and not cluster.slow
     many = cluster.workers > _FEW_WORKERS if alike else cluster.hosts > _FEW_UNLIKE
@@ -260,6 +264,9 @@ def memory_bytes(strategy: Strategy, model: Model, inside: int = 1) -> int:
     return copies * whole
 
 
+_RING = 4
+"""How many times as many workers are simulated one by one in DDP's ring as with others."""
+
 _Result = tuple[float, float, float]
 """Seconds of an iteration, those that are exposed, and bytes of a host."""
 
@@ -303,9 +310,8 @@ class _Job:
         Few workers of each host represent all. Where hosts sum inside first, a worker then has a
         larger share of its host's NICs, and its thread takes less time for each byte; inside, it
         exchanges a smaller part of its gradients, more slowly; and each of its fewer chunks takes
-        longer. In DDP's ring, it receives and sends as many bytes, and passes them on later. Where
-        hosts are alike, each worker of this ring gets a host, since each host sends and receives
-        one stream in either case.
+        longer. Where hosts are alike, each worker of DDP's ring gets a host, since each host sends
+        and receives one stream in either case.
         """
         cluster, work, local = self.cluster, self.work, LOCAL
         each, hosts = len(cluster.layout.hosts[0]), cluster.hosts
@@ -324,9 +330,6 @@ class _Job:
             return cluster, work, local
         cluster = replace(cluster, layout=Layout.even(hosts, few))
         work = replace(work, chunk_s=work.chunk_s * (each * hosts - 1) / (few * hosts - 1))
-        if flat:
-            later = (each - 1) / (few - 1)
-            return cluster, work, replace(local, latency_s=local.latency_s * later)
         work = replace(
             work,
             wire_s_per_byte=work.wire_s_per_byte * few / each,
