@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from wingbeat.compression import Coded, Sketch, options_of
 from wingbeat.errors import UsageError
 from wingbeat.simulator import codecs
-from wingbeat.simulator.codecs import Prices
+from wingbeat.simulator.codecs import Price, Prices, Slowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +156,14 @@ class Work:
     encrypt_s_per_byte: float = 0.35e-9
     meeting_s: float = 6e-3
     copy_s_per_byte: float = 0.1e-9
+
+    def slowed(self, seconds: float) -> Slowed:
+        """Return seconds of a codec on one core, times `codecs`."""
+        return codecs.slowed(seconds, self.codecs, self.codecs_idle)
+
+    def priced(self, price: Price, numel: int) -> Slowed:
+        """Return the seconds of an operation of a codec with a price on so many elements."""
+        return codecs.priced(price, numel, self.codecs, self.codecs_idle)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,13 +32,10 @@ from wingbeat.simulator.codecs import (
     ADDED,
     FactorsSent,
     Packing,
-    Price,
     Seconds,
     Slowed,
     factors_sent,
     packing_of,
-    priced,
-    slowed,
 )
 from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
@@ -293,22 +290,16 @@ class Lane:
         if rounded:
             task.encoded.add(span)
         if prices is not None and packing.coding is not None:
-            return self._priced(prices.pack, span)
+            return self._work.priced(prices.pack, len(span))
         seconds = packing.seconds(span)
-        return self._slowed(sum(seconds) if rounded else seconds.encode)
+        return self._work.slowed(sum(seconds) if rounded else seconds.encode)
 
     def _decoding(self, packing: Packing, span: Span) -> Slowed:
         """Return the work to unpack a chunk, and to add it in the same pass."""
         prices = self._work.prices
         if prices is not None and packing.coding is not None:
-            return self._priced(prices.unpack, span)
-        return self._slowed(packing.seconds(span).decode)
-
-    def _slowed(self, seconds: float) -> Slowed:
-        return slowed(seconds, self._work.codecs, self._work.codecs_idle)
-
-    def _priced(self, price: Price, span: Span) -> Slowed:
-        return priced(price, len(span), self._work.codecs, self._work.codecs_idle)
+            return self._work.priced(prices.unpack, len(span))
+        return self._work.slowed(packing.seconds(span).decode)
 
     def _chunk_s(self, nbytes: int, peer: _Peer) -> float:
         far = 0.0 if peer.near else nbytes
@@ -489,24 +480,17 @@ class Collectives(Exchange):
         """Return the work to encode a whole bucket."""
         prices = self._work.prices
         if prices is not None:
-            return self._priced(prices.encode, bucket)
-        return self._slowed(self._whole(bucket).encode)
+            return self._work.priced(prices.encode, self._buckets.numel[bucket])
+        return self._work.slowed(self._whole(bucket).encode)
 
     def _decode(self, bucket: int) -> Slowed:
         """Return the work to decode and add the payloads of a whole bucket of all workers."""
         prices, workers = self._work.prices, self._workers
         if prices is not None:
-            each = self._priced(prices.decode, bucket)
+            each = self._work.priced(prices.decode, self._buckets.numel[bucket])
             return Slowed(workers * each.busy, workers * each.idle)
         payloads = 1 + (workers - 1) * ADDED
-        return self._slowed(payloads * self._whole(bucket).decode)
-
-    def _slowed(self, seconds: float) -> Slowed:
-        return slowed(seconds, self._work.codecs, self._work.codecs_idle)
-
-    def _priced(self, price: Price, bucket: int) -> Slowed:
-        numel = self._buckets.numel[bucket]
-        return priced(price, numel, self._work.codecs, self._work.codecs_idle)
+        return self._work.slowed(payloads * self._whole(bucket).decode)
 
     def _whole(self, bucket: int) -> Seconds:
         packing = self._packing(bucket)
