@@ -271,46 +271,56 @@ class _Job:
         self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
         layout = Layout.by_name(self.layout.host_of[member] for member in members)
-        self._exchange(members.index(rank), average, members, layout, self.network, over)
+        place = members.index(rank)
+        self._exchange(place, average, members, layout, self.agenda, self.network, over)
+
+    def _all_begun(
+        self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
+    ) -> dict[int, tuple[float, Callable[[], None]]] | None:
+        """Return when each member has begun an average, and its callback; None until all have."""
+        begun = self._begun.setdefault((average, members), {})
+        begun[rank] = self.agenda.now, over
+        if len(begun) < len(members):
+            return None
+        del self._begun[average, members]
+        return begun
+
+    def _sent(self, host: int, start: float, seconds: float, nbytes: int) -> None:
+        """Record what a host has sent in an average that the network did not carry."""
+        if self._traffic is not None:
+            self._traffic.carried(host, start, start + seconds, nbytes)
 
     def _begin_whole(
         self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
         """Begin an average of all workers when the last is there, from when on all take as long."""
-        begun = self._begun.setdefault((average, members), {})
-        begun[rank] = self.agenda.now, over
-        if len(begun) < len(members):
+        begun = self._all_begun(rank, average, members, over)
+        if begun is None:
             return
-        del self._begun[average, members]
         if self._whole is None:
             found = self._simulated([0.0] * self._period, self.layout, represented=True)
             self._whole = [seconds for seconds, _ in found], found[0][1]
         now, (ended, nbytes) = self.agenda.now, self._whole
         for member, (_, done) in begun.items():
             self.agenda.at(now + ended[member % self._period], done)
-        if self._traffic is not None:
-            for host in range(len(self.layout.hosts)):
-                self._traffic.carried(host, now, now + max(ended), nbytes)
+        for host in range(len(self.layout.hosts)):
+            self._sent(host, now, max(ended), nbytes)
 
     def _begin_apart(
         self, rank: int, average: object, members: tuple[int, ...], over: Callable[[], None]
     ) -> None:
         """Begin an average that shares no port with others, whose duration may be known."""
-        begun = self._begun.setdefault((average, members), {})
-        begun[members.index(rank)] = self.agenda.now, over
-        if len(begun) < len(members):
+        begun = self._all_begun(rank, average, members, over)
+        if begun is None:
             return
-        del self._begun[average, members]
         first = min(when for when, _ in begun.values())
-        later = tuple(round((begun[k][0] - first) / _GRAIN_S) for k in range(len(members)))
+        later = tuple(round((begun[member][0] - first) / _GRAIN_S) for member in members)
         if later not in self._known:
             apart = Layout.even(len(later), 1)
             self._known[later] = self._simulated([_GRAIN_S * each for each in later], apart)
-        for place, (seconds, nbytes) in enumerate(self._known[later]):
-            self.agenda.at(max(self.agenda.now, first + seconds), begun[place][1])
-            if self._traffic is not None:
-                host = self.layout.host_of[members[place]]
-                self._traffic.carried(host, first, first + seconds, nbytes)
+        for member, (seconds, nbytes) in zip(members, self._known[later], strict=True):
+            self.agenda.at(max(self.agenda.now, first + seconds), begun[member][1])
+            self._sent(self.layout.host_of[member], first, seconds, nbytes)
 
     def _simulated(
         self, later: Sequence[float], layout: Layout, *, represented: bool = False
@@ -320,23 +330,20 @@ class _Job:
         ``later`` are the times at which they begin: of all members on ``layout``, or of those that
         represent them.
         """
-        usual, network, members = self.agenda, self.network, tuple(range(layout.workers))
+        members = tuple(range(layout.workers))
         alike = Alike(layout.workers, len(later)) if represented else None
         processes = Layout.even(layout.workers, self._inside) if self._inside > 1 else layout
-        self.agenda = Agenda()
-        traffic = Traffic()
-        self.network = Network(self.agenda, Wires(processes, self.links, self._local), traffic)
-        ended, agenda = [0.0] * len(later), self.agenda
+        agenda, traffic, ended = Agenda(), Traffic(), [0.0] * len(later)
+        network = Network(agenda, Wires(processes, self.links, self._local), traffic)
 
         def end(place: int) -> None:
             ended[place] = agenda.now
 
         for place, when in enumerate(later):
             over = partial(end, place)
-            begin = partial(self._exchange, place, 0, members, layout, self.network, over, alike)
+            begin = partial(self._exchange, place, 0, members, layout, agenda, network, over, alike)
             agenda.at(when, begin)
         agenda.run()
-        self.agenda, self.network = usual, network
         hosts = (layout.host_of[place] for place in range(len(later)))
         return [(when, traffic.sent.get(host, 0)) for when, host in zip(ended, hosts, strict=True)]
 
@@ -346,6 +353,7 @@ class _Job:
         average: object,
         members: tuple[int, ...],
         layout: Layout,
+        agenda: Agenda,
         network: Network,
         over: Callable[[], None],
         alike: Alike | None = None,
@@ -361,7 +369,7 @@ class _Job:
                 ring,
                 self.links,
                 self.work,
-                self.agenda,
+                agenda,
                 GroupNetwork(network, average, [m * self._inside + column for m in members]),
                 alike,
                 wire=self._wire,
@@ -371,16 +379,16 @@ class _Job:
             for column in range(self._inside)
         ]
         # All processes of a replica encode at the same time, each on a processor of its own.
-        encoded = self.agenda.now + columns[0].before(Operation.ALL_REDUCE, 0).seconds
+        encoded = agenda.now + columns[0].before(Operation.ALL_REDUCE, 0).seconds
 
         def start() -> None:
             for each in columns:
                 each.start(Operation.ALL_REDUCE, 0, chained=False)
             after_s = columns[0].after(0).seconds
             parts = [part for each in columns for part in each.under_way(0)]
-            when_all(parts, lambda: self.agenda.at(self.agenda.now + after_s, over))
+            when_all(parts, lambda: agenda.at(agenda.now + after_s, over))
 
-        self.agenda.at(encoded, start)
+        agenda.at(encoded, start)
 
 
 def _inside_s(model: Model, inside: int, links: Links, local: Links, work: Work) -> float:
