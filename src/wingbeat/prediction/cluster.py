@@ -117,7 +117,7 @@ def described(hosts: int, per_host: int, rate: str, *, nics: int = 1, latency: s
             "allowed are 2 or more hosts, and 1 or more workers on each"
         )
     _check_nics(f"--nics {nics}", nics)
-    return _checked(
+    return checked_size(
         Cluster(
             links=Links(
                 bytes_per_s=payload(parse_rate(rate)),
@@ -196,7 +196,7 @@ def decode(text: str, where: str, *, per_host: int | None = None) -> Cluster:
         leaf = _whole(data, "leaf", where, 1, hosts)
         links = replace(links, leaf=leaf, trunk_bytes_per_s=payload(trunk))
     found = Cluster(links=links, layout=_layout(counts), names=names, spread=spread)
-    return _checked(found, where)
+    return checked_size(found, where)
 
 
 def _measured(rows: Any, hosts: int, where: str) -> tuple[list[int], Links, tuple[str, ...], float]:
@@ -280,7 +280,8 @@ def _layout(counts: Sequence[int]) -> Layout:
     return Layout([host for host, count in enumerate(counts) for _ in range(count)])
 
 
-def _checked(cluster: Cluster, where: str) -> Cluster:
+def checked_size(cluster: Cluster, where: str) -> Cluster:
+    """Return the cluster; `UsageError` if it has too many workers."""
     if cluster.workers > MOST_WORKERS:
         raise UsageError(
             f"{where}: {cluster.workers} workers; allowed are up to {MOST_WORKERS}: simulate a "

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from wingbeat.compression import options_of
 from wingbeat.errors import UsageError
-from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.bounded_staleness.options import Bounded
 from wingbeat.methods.bounded_staleness.simulated import simulate_bounded
 from wingbeat.methods.model_averaging.options import Groups, Local, Outer, Pairs
@@ -34,7 +33,7 @@ ERROR = (0.97, 1.06)
 """Measured by predicted time, least and largest, of strategies that sum dense or cast gradients.
 
 The rows of ``hosts-2x4``, ``hosts-4x2`` and ``best`` in ``docs/results``, except those that were
-limited by the processors of the machine, are within it: ``tests/prediction/test_measured.py``.
+limited by the processors of the machine, are within it: ``tests/prediction/test_measured_rows.py``.
 """
 
 ERROR_OF_OTHERS = (0.95, 1.35)
@@ -329,9 +328,9 @@ class _Job:
         if not few:
             return cluster, work, local
         cluster = replace(cluster, layout=Layout.even(hosts, few))
-        work = replace(work, chunk_s=work.chunk_s * (each * hosts - 1) / (few * hosts - 1))
         work = replace(
             work,
+            chunk_s=work.chunk_s * (each * hosts - 1) / (few * hosts - 1),
             wire_s_per_byte=work.wire_s_per_byte * few / each,
             add_s_per_byte=work.add_s_per_byte * few / each,
             codecs=work.codecs * few / each,
@@ -409,13 +408,11 @@ class _Job:
             )
         fusion = self.strategy.plan.fusion()
         layers = sum(bool(layer.tensors) for layer in self.model.layers)
-        count = min(fusion.layers, layers)
-        bound = StalenessBound(exchange.s, exchange.exchanged(count), count, exchange.in_flight)
         slow = cluster.slow_workers
         traffic = Traffic()
         run = simulate_bounded(
             self.model,
-            bound,
+            exchange.thresholds(min(fusion.layers, layers)),
             cluster.workers,
             cluster.links,
             gradients=float(_STEPS * cluster.workers),

@@ -9,6 +9,7 @@ from wingbeat.prediction.cluster import (
     MOST_NICS,
     MOST_WORKERS,
     Cluster,
+    checked_size,
     parse_rate,
     parse_time,
     payload,
@@ -46,11 +47,8 @@ def changed(cluster: Cluster, text: str) -> Cluster:
             links = replace(links, count=_count(value, where, MOST_NICS))
             cluster = replace(cluster, links=links)
         elif key == "add-hosts":
-            cluster = cluster.with_hosts(_count(value, where, MOST_WORKERS))
-            if cluster.workers > MOST_WORKERS:
-                raise UsageError(
-                    f"{where}: {cluster.workers} workers; allowed are up to {MOST_WORKERS}"
-                )
+            more = _count(value, where, MOST_WORKERS)
+            cluster = checked_size(cluster.with_hosts(more), where)
         else:
             cluster = _slowed(cluster, value, where)
     return cluster

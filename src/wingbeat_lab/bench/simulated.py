@@ -214,10 +214,9 @@ def _bounded_s(
 
 def bound_of(strategy: Strategy) -> StalenessBound:
     """Return the thresholds of a strategy of bounded staleness."""
-    bounded, colayers = strategy.exchange, strategy.plan.fusion().layers
+    bounded = strategy.exchange
     assert isinstance(bounded, Bounded), "it was asked for"
-    p = bounded.exchanged(colayers)
-    return StalenessBound(bounded.s, p, colayers, bounded.in_flight)
+    return bounded.thresholds(strategy.plan.fusion().layers)
 
 
 def timed(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from wingbeat.errors import UsageError
+from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.parts.schedule import SchedulePart
 from wingbeat.parts.update import UpdatePart
 from wingbeat.settings import READ, Settings, count_of
@@ -118,6 +119,10 @@ class Bounded(Settings, ExchangePart):
         if self.p == AUTO and self.s:
             return max(1, count * 6 // 10)
         return count if self.p in (None, AUTO) else int(self.p)
+
+    def thresholds(self, count: int) -> StalenessBound:
+        """Return the thresholds for ``count`` buckets."""
+        return StalenessBound(self.s, self.exchanged(count), count, self.in_flight)
 
     def codec(self, codec: Coded) -> Coded:
         """Return the codec; only workers in lockstep can disable it together."""
