@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from wingbeat.cli.tables import titled
 from wingbeat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -399,17 +400,7 @@ def _ms(seconds: float) -> str:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = titled(title)
     for number, name in enumerate(columns):
         left = number == 0 or name == "convergence"
         table.add_column(name, justify="left" if left else "right", no_wrap=True)

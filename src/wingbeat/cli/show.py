@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wingbeat.cli.tables import titled
 from wingbeat.errors import UsageError
 
 if TYPE_CHECKING:
@@ -82,17 +83,7 @@ def _print_table(table: Table) -> None:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = titled(title)
     for name in columns:
         table.add_column(name, justify="right")
     return table

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from wingbeat.cli.tables import titled
 from wingbeat.planning.bucket_size import format_mb
 from wingbeat.planning.thresholds import format_thresholds
 from wingbeat_lab.bench import bound, models, results, traffic
@@ -271,14 +271,7 @@ _COLUMNS = (
 def render(report: Report) -> Table:
     """One row for each run, in the report's order, for a terminal."""
     made = printed(report)
-    table = Table(
-        title=made.title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = titled(made.title)
     for number, name in enumerate(made.columns):
         table.add_column("\n".join(name.rsplit(", ", 1)), justify="right" if number else "left")
     for row in made.rows:
