@@ -22,6 +22,7 @@ of a cell that differ by more than 4% are ranked wrongly.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -33,13 +34,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import FAILED, end_as_by_ctrl_c, show, write
+from common import run_and_judge, show, write
 
-from wingbeat.errors import UsageError, WingbeatError, unknown
-from wingbeat_lab.bench import machine, runner, simulated
+from wingbeat.errors import UsageError, unknown
+from wingbeat_lab.bench import runner, simulated
 from wingbeat_lab.bench.config import BenchConfig
 from wingbeat_lab.bench.table import Printed
-from wingbeat_lab.cli.bench import check_writable
 
 MEDIAN, WORST, RANKED = 0.04, 0.10, 0.04
 
@@ -134,23 +134,19 @@ Cell = dict[str, Any]
 
 def main() -> int:
     args = arguments()
-    end_as_by_ctrl_c()
-    report: dict[str, Any] = {"machine": machine.describe(), "versions": machine.versions()}
-    report |= {"command": sys.argv, "commit": commit(), "cells": []}
-    try:
-        check_writable(args.json)
-        if args.kept:
-            report["cells"] = [again(cell) for cell in cells_in(args.kept) if asked(args, cell)]
-            judge(report)
-        else:
-            measure(args, report)
-    except WingbeatError as err:
-        print(f"validation.py: {err}", file=sys.stderr)
-        return 2 if isinstance(err, UsageError) else FAILED
+    return run_and_judge(args.json, functools.partial(validate, args))
+
+
+def validate(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
+    """Fill the report with cells that are measured, or kept; return the missed limits."""
+    report |= {"commit": commit(), "cells": []}
+    if args.kept:
+        report["cells"] = [again(cell) for cell in cells_in(args.kept) if asked(args, cell)]
+    else:
+        measure(args, report)
+    judge(report)
     write(args.json, report)
-    for line in report["missed"]:
-        print(f"MISSED: {line}")
-    return int(bool(report["missed"]))
+    return list(report["missed"])
 
 
 def arguments() -> argparse.Namespace:
@@ -199,7 +195,7 @@ def asked(args: argparse.Namespace, cell: Cell) -> bool:
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Measure all cells that the JSON of the same commit does not have, and fill the report."""
+    """Fill in all cells; those that the JSON of the same commit has are not measured again."""
     known = {(cell["model"], cell["setting"]): cell for cell in resumed(args.json, report)}
     pairs = list(itertools.product(args.models, args.settings))
     configs = {pair: list(benches(args, *pair)) for pair in pairs}
@@ -219,7 +215,6 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
             file=sys.stderr,
             flush=True,
         )
-    judge(report)
 
 
 def resumed(path: Path, report: dict[str, Any]) -> list[Cell]:

@@ -1,12 +1,12 @@
 """DistributedDataParallel and its communication hooks, as strategies of the simulator.
 
-gloo's ring, and NCCL's over sockets, pass through all ranks in order, on whatever hosts, so
-each host's interface carries one stream out and one in. Sums inside hosts first, as wingbeat makes
-them, are not assumed. Buckets are DDP's: the first of 1 MiB, then 25 MiB. The hook that
-rounds to bfloat16 stands for that of float16 too. PowerSGD is in one
-bucket, since two at once can block gloo's threads for ever; its arithmetic is taken to cost what
-wingbeat's low rank does, and rows of it took 6 to 24% longer than predicted. Several interfaces
-share a bucket, as NCCL's channels do; gloo uses one.
+gloo's ring, and NCCL's over sockets, pass through all ranks in order, on whatever hosts, so each
+host's interface carries one stream out and one in. Sums inside hosts first, as wingbeat makes them,
+are not assumed. Buckets are DDP's: the first of 1 MiB, then 25 MiB. The hook that rounds to
+bfloat16 stands for that of float16 too. PowerSGD is in one bucket, since two at once can block
+gloo's threads for ever; its arithmetic is taken to cost what wingbeat's low rank does, and rows of
+it took 6 to 24% longer than predicted. Several interfaces share a bucket, as NCCL's channels do;
+gloo uses one.
 """
 
 from __future__ import annotations

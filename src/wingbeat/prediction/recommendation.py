@@ -60,8 +60,7 @@ def recommend(
         order: all names, the simplest first: of those within the error of the fastest, the first
             is chosen.
         baselines: names of what PyTorch has. Exact strategies are compared with the exact one,
-            others with the fastest of the
-            rest that is faster than the exact ones.
+            others with the fastest of the rest that is faster than the exact ones.
     """
     own, theirs = (
         [name for name in found if (name in baselines) is wanted] for wanted in (False, True)
