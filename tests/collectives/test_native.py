@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from wingbeat.collectives.handle import Job, NativeJob
 from wingbeat.collectives.native import NATIVE_DTYPES
 from wingbeat.errors import PeerError
 from wingbeat.observe import meter
+from wingbeat.topologies import Hierarchical, Topology
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Layout, Span
@@ -39,6 +40,8 @@ CLUSTERS = (
     *((3, 1, True), (4, 2, True)),
 )
 """Ranks, interfaces, and whether the connections are encrypted."""
+
+PAIRS = Layout.even(2, 2)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["tcp", "shared memory"])
@@ -134,6 +137,33 @@ def check_same_bits(
         assert torch.equal(ours.view(torch.uint8), native[0].view(torch.uint8))
 
 
+@pytest.mark.parametrize(
+    ("numel", "expected"),
+    [
+        (2048, ("all_gather", topologies.Mesh())),
+        (2049, ("all_reduce", Hierarchical(PAIRS, direct=True))),
+        (16_384, ("all_reduce", Hierarchical(PAIRS, direct=True))),
+        (16_385, ("all_reduce", Hierarchical(PAIRS))),
+    ],
+)
+def test_small_sums_go_between_all_workers_only_while_a_host_receives_little(
+    clusters: Clusters, numel: int, expected: tuple[str, Topology], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members, compiled = clusters[4, 1, False], set()
+    compile_collective = engine.compile_collective
+
+    def noting(what: str, topology: Topology, *args: Any) -> Any:
+        compiled.add((what, topology))
+        return compile_collective(what, topology, *args)
+
+    monkeypatch.setattr(engine, "compile_collective", noting)
+    place(members, PAIRS)
+    inputs = [filled(numel, torch.int32, rank) for rank in range(4)]
+    for found in results(members, "ring", "all_reduce", inputs, ""):
+        assert torch.equal(found, sum(inputs))
+    assert compiled == {expected}
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_small_buffers_are_summed_in_the_order_of_ranks(
@@ -147,7 +177,9 @@ def test_small_buffers_are_summed_in_the_order_of_ranks(
     expected = inputs[0].clone()
     for each in inputs[1:]:
         expected.add_(each)
-    for found in results(clusters[size, nics, encrypted], "ring", what, inputs, ""):
+    members = clusters[size, nics, encrypted]
+    place(members, None)
+    for found in results(members, "ring", what, inputs, ""):
         if what == "all_reduce" or not dtype.is_floating_point:
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         else:  # an owner adds to its own part

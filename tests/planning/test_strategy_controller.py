@@ -26,7 +26,7 @@ from wingbeat.planning.control import Decisions
 from wingbeat.planning.controllers import StrategyController
 from wingbeat.planning.plans import make_plan
 from wingbeat.schedules import Wfbp
-from wingbeat.topologies import Layout, name_of
+from wingbeat.topologies import Hierarchical, Layout, name_of
 from wingbeat.transport import loopback
 
 SIZE, MOST = 3, 34
@@ -308,28 +308,24 @@ def test_drift_begins_another_trial_on_all_workers(
     ]
 
 
-def test_topology_without_sums_inside_hosts_is_tried_where_hosts_have_several_workers(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("hosts", "direct"), [(2, {False}), (3, {False, True})])
+def test_direct_exchange_is_tried_where_three_hosts_have_several_workers(
+    hosts: int, direct: set[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    along: list[str] = []
+    along: set[bool] = set()
     scatter = Collectives.reduce_scatter
 
     def noting(collectives: Collectives, *args: Any, **options: Any) -> Any:
         if collectives.world.rank == 0:
-            kind = type(collectives._topology).__name__
-            along.append(kind if kind == "Hierarchical" else name_of(collectives._topology))
+            assert isinstance(collectives._topology, Hierarchical)
+            along.add(collectives._topology.direct)
         return scatter(collectives, *args, **options)
 
     monkeypatch.setattr(Collectives, "reduce_scatter", noting)
-    found = run(trained, size=4, layout=Layout.even(2, 2))
+    found = run(trained, size=2 * hosts, layout=Layout.even(hosts, 2))
     used = found[0][0]
-    assert any("topology='doubling'" in name for name, _ in used)
-    assert set(along) == {"Hierarchical", "doubling"}
-    # It sends the gradients of each worker to other hosts: not for more data than latency costs.
-    monkeypatch.setattr(controllers, "DOUBLED_BYTES", 100)
-    along.clear()
-    run(trained, size=4, layout=Layout.even(2, 2))
-    assert set(along) == {"Hierarchical"}
+    assert any("topology='mesh'" in name for name, _ in used) == (True in direct)
+    assert along == direct
 
 
 @pytest.mark.usefixtures("each_iteration")

@@ -124,6 +124,28 @@ def test_a_host_sends_what_its_sums_need_however_many_processes_it_has(
     assert made.median_s == pytest.approx(sent / GBIT.bytes_per_s, rel=0.08)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("hosts", "each"), [(2, 8), (4, 4), (8, 8)])
+def test_small_sums_leave_a_host_once_however_many_processes_it_has(
+    kind: str, hosts: int, each: int
+) -> None:
+    nbytes = 40_960
+    model = Model((TimedLayer(0.0, 0.0, (0,)),), (TensorSpec("t", (nbytes // 4,), "float32", 4),))
+    options: dict = {"workers": hosts * each, "layout": Layout.even(hosts, each), "work": FREE}
+    made = run(KINDS[kind], model, iterations=3, **options)
+    assert made.bytes_per_host == pytest.approx(2 * (hosts - 1) / hosts * nbytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("hosts", "each"), [(2, 8), (4, 4), (8, 8)])
+def test_factors_leave_a_host_once_however_many_processes_it_has(hosts: int, each: int) -> None:
+    model = Model((TimedLayer(0.0, 0.0, (0,)),), (TensorSpec("t", (640, 1280), "float32", 4),))
+    options: dict = {"workers": hosts * each, "layout": Layout.even(hosts, each), "work": FREE}
+    strategy = "allreduce:compression=lowrank@1:auto_disable=false"
+    made = run(strategy, model, iterations=3, **options)
+    factors = 4 * (640 + 1280)
+    assert made.bytes_per_host == pytest.approx(2 * (hosts - 1) / hosts * factors, rel=0.1)
+
+
 def test_bytes_of_a_host_count_this_run_and_all_hosts() -> None:
     traffic = Traffic()
     once, again = (run("allreduce", traffic=traffic, iterations=2) for _ in range(2))

@@ -55,6 +55,22 @@ def test_a_host_sends_each_block_of_others_once(
         assert not direct or sent["all_gather"] == own * (len(layout.hosts) - 1)
 
 
+@given(host_of=layouts)
+def test_small_collectives_have_one_round_between_hosts_for_each_half(host_of: list[int]) -> None:
+    layout, blocks = Layout(host_of), blocks_of(60, len(host_of))
+    topology = topologies.in_few_rounds(Hierarchical(layout))
+    for rank in range(len(host_of)):
+        for what in ("reduce_scatter", "all_gather"):
+            rounds = getattr(topology, what)(rank, blocks)
+            # Those that send to other hosts; what arrives there is awaited in the same round.
+            assert sum(any(not hop.near for hop in hops_) for hops_ in rounds) <= 1
+
+
+def test_small_collectives_double_where_each_worker_has_its_own_links() -> None:
+    assert topologies.in_few_rounds(topologies.Ring()) == topologies.Doubling()
+    assert topologies.in_few_rounds(topologies.BCube(2, 2)) == topologies.Doubling()
+
+
 @given(host_of=layouts, length=st.integers(0, 40), root=st.integers(0, 15))
 def test_broadcast_enters_each_host_once(host_of: list[int], length: int, root: int) -> None:
     size, layout = len(host_of), Layout(host_of)

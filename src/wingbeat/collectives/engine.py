@@ -34,6 +34,8 @@ from wingbeat.collectives.program import (
     SMALL_GATHER_BYTES,
     compile_collective,
     least_message,
+    sharing_links,
+    small_sum,
 )
 from wingbeat.collectives.threads import SerialQueue
 from wingbeat.collectives.two_level import TwoLevel
@@ -41,7 +43,7 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe import meter
 from wingbeat.observe.events import stream
 from wingbeat.observe.log import log
-from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring, Topology
+from wingbeat.topologies import Hierarchical, Mesh, Ring, Topology, in_few_rounds
 from wingbeat.transport.host_group import open_host_group
 from wingbeat.transport.world import World
 from wingbeat.types import Span, blocks_of
@@ -123,7 +125,8 @@ class Collectives:
 
     def sums_in_one_round(self, buffer: torch.Tensor) -> bool:
         """Whether all ranks send a buffer of this size to all others, and add what they receive."""
-        return self._is_direct and self.world.size * buffer.nbytes <= DIRECT_BYTES
+        sent = self.world.size * sharing_links(self._topology) * buffer.nbytes
+        return self._is_direct and sent <= DIRECT_BYTES
 
     def fits(self, topology: str) -> bool:
         """Whether the topology fits the workers, their interfaces and networks."""
@@ -216,7 +219,8 @@ class Collectives:
             nbytes = buffer.nbytes
             stream.record("encode", begin, time.monotonic_ns(), bucket=bucket, nbytes=nbytes)
         # Small payloads are limited by latency, large ones by bandwidth.
-        short = Doubling() if gathered.rows.nbytes < SMALL_GATHER_BYTES else self._topology
+        few = gathered.rows.nbytes < SMALL_GATHER_BYTES
+        short = in_few_rounds(self._topology) if few else self._topology
         rows = gathered.rows.view(-1)
         handle = self._submit("all_gather", rows, bucket, topology=short, put_off=True)
         on_cpu = buffer.device.type == "cpu" and "cpu" not in world.nccl_devices
@@ -258,7 +262,7 @@ class Collectives:
         return summed
 
     def _sum(self, buffer: torch.Tensor, bucket: int) -> Handle:
-        short = Doubling() if buffer.nbytes < SMALL_GATHER_BYTES else None
+        short = in_few_rounds(self._topology) if buffer.nbytes < SMALL_GATHER_BYTES else None
         # Two sums in two orders, one of which a thread starts: not those of a group of devices.
         return self._submit("all_reduce", buffer, bucket, topology=short, on_host=True)
 
@@ -312,9 +316,9 @@ class Collectives:
         size, numel, speeds, compiled, rows = world.size, buffer.numel(), world.speeds, what, 0
         plain = packing is None and self._native and buffer.dtype in NATIVE_DTYPES
         if topology is None and self._is_direct and buffer.nbytes <= DIRECT_BYTES:
-            topology, speeds = Mesh(), speeds[:1]  # a small buffer uses the first link
+            topology, speeds = small_sum(self._topology), speeds[:1]  # the first link only
             if what == "all_reduce" and plain and self.sums_in_one_round(buffer):
-                compiled, numel, rows = "all_gather", size * numel, size
+                topology, compiled, numel, rows = Mesh(), "all_gather", size * numel, size
         topology = topology or self._topology
         if not topology.in_place:  # packed chunks are copies; no block is shared by all peers
             packing = Cast(buffer.dtype if packing is None else packing.dtype, Span(0, 0))

@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
 from wingbeat import _native
-from wingbeat.topologies import Topology
+from wingbeat.topologies import Hierarchical, Mesh, Topology, in_few_rounds
 from wingbeat.types import Hop, Round, Send, Span, blocks_of, split
 
 MIN_CHUNK_BYTES = 128 << 10
@@ -37,7 +37,7 @@ a chunk that is added when it has arrived should still be in the processor's cac
 
 DIRECT_BYTES = 64 << 10
 """Bytes of a buffer up to which ranks that are connected over TCP exchange it in single rounds, in
-which each sends to all others; of all ranks' buffers together for an all-reduce.
+which each sends to all others; for an all-reduce, what the workers of a host receive together.
 """
 
 DIRECT_RANKS = 16
@@ -61,6 +61,19 @@ times as long in a BCube(3, 2).
 """
 
 MAX_SPANNING_BYTES = 4 << 20
+
+
+def sharing_links(topology: Topology) -> int:
+    """Return the largest number of workers on a host, which share its links."""
+    return max(map(len, topology.layout.hosts)) if isinstance(topology, Hierarchical) else 1
+
+
+def small_sum(topology: Topology) -> Topology:
+    """Return the topology of a buffer of up to `DIRECT_BYTES` in a ring of up to `DIRECT_RANKS`.
+
+    Each owner receives its block from all others at once, or from one worker of each other host.
+    """
+    return in_few_rounds(topology) if isinstance(topology, Hierarchical) else Mesh()
 
 
 class Transfer(NamedTuple):

@@ -50,11 +50,6 @@ from wingbeat.settings import is_number
 from wingbeat.transport.world import World
 from wingbeat.types import Tuning
 
-DOUBLED_BYTES = 1 << 20
-"""Most bytes of gradients with which doubling is tried where hosts have several workers: it sends
-those of each worker to other hosts, in place of a host's sum.
-"""
-
 FIRST_WINDOWS = 2
 """Consecutive windows with drift before sizes are tuned again; doubled each time."""
 
@@ -290,18 +285,14 @@ class StrategyController:
 def _another_topology(bucketing: Bucketing, collectives: Collectives) -> str:
     """Return a topology to try beside the strategy's own; empty: none.
 
-    Where hosts have several workers, a ring sums inside of them first, and doubling does not, so
-    that it is tried for little data alone. Else a mesh has fewer hops. Tensors of accelerators keep
-    the strategy's: their sums inside hosts have one topology.
+    A mesh has fewer hops than a ring of three or more workers, or of hosts with several workers.
+    Tensors of accelerators keep the strategy's: their sums inside hosts have one topology.
     """
-    world = collectives.world
-    if bucketing.device.type != "cpu" or world.size < 3:
+    layout = collectives.world.layout
+    ends = len(layout.hosts) if len(layout.hosts) > 1 else layout.workers
+    if bucketing.device.type != "cpu" or ends < 3:
         return ""
-    several = 1 < len(world.layout.hosts) < world.layout.workers
-    if several and sum(spec.nbytes for spec in bucketing.specs) > DOUBLED_BYTES:
-        return ""
-    found = "doubling" if several else "mesh"
-    return found if collectives.fits(found) else ""
+    return "mesh" if collectives.fits("mesh") else ""
 
 
 class _DriftAfterDecision:

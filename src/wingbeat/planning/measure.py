@@ -386,15 +386,17 @@ def measure_links(
 ) -> tuple[LinkFit, ...]:
     """Measure plain collectives on each network interface alone, then on all together (II-F).
 
-    All-gathers use doubling, as those of small payloads do. All-reduces use ``topology``, or a ring
-    where the topology spans several interfaces (a BCube) and one is measured. Tensors are on the
-    CPU. No other exchange may be in progress. Other arguments are those of `measure_exchange`.
+    All-gathers use the topology of small payloads (`wingbeat.topologies.in_few_rounds`), all-reduces
+    ``topology``, or a ring where the topology spans several interfaces (a BCube) and one is
+    measured. Tensors are on the CPU. No other exchange may be in progress. Other arguments are
+    those of `measure_exchange`.
     """
     whole = collectives.world
 
     def measure(name: str, world: World) -> LinkFit:
         alone = topologies.get(topology).spans_links and world is not whole
-        gathering = Collectives(world, "doubling")
+        ring = topologies.fitted("ring", world.layout, len(world.links))
+        gathering = Collectives(world, topologies.in_few_rounds(ring))
         reducing = Collectives(world, "ring" if alone else topology)
 
         def gather(nbytes: int) -> Operation:

@@ -23,6 +23,8 @@ from wingbeat.collectives.program import (
     Task,
     compile_collective,
     least_message,
+    sharing_links,
+    small_sum,
 )
 from wingbeat.compression import Coded, options_of
 from wingbeat.schedules.events import Operation
@@ -41,7 +43,7 @@ from wingbeat.simulator.interfaces import Ports
 from wingbeat.simulator.model import ITEMSIZE, Buckets
 from wingbeat.simulator.network import Carrier, Channel
 from wingbeat.simulator.processors import Cores
-from wingbeat.topologies import Doubling, Hierarchical, Mesh, Ring
+from wingbeat.topologies import Hierarchical, Mesh, Ring, in_few_rounds
 from wingbeat.types import Layout, Span, blocks_of
 
 if TYPE_CHECKING:
@@ -509,10 +511,10 @@ class Collectives(Exchange):
             topology = topology if packing.coding is None else self._mesh
         if self._direct and numel * ITEMSIZE <= DIRECT_BYTES:
             if packing is None or packing.coding is None:
-                topology, speeds = Mesh(), speeds[:1]
-            small = self._workers * numel * ITEMSIZE <= DIRECT_BYTES
-            if packing is None and operation is Operation.ALL_REDUCE and small:
-                what, numel = "all_gather", self._workers * numel
+                topology, speeds = small_sum(topology), speeds[:1]
+            sent = self._workers * sharing_links(self._topology) * numel * ITEMSIZE
+            if packing is None and operation is Operation.ALL_REDUCE and sent <= DIRECT_BYTES:
+                topology, what, numel = Mesh(), "all_gather", self._workers * numel
         programs = compile_collective(
             what, topology, self._rank, self._workers, numel, itemsize, speeds, least, None, most
         )
@@ -598,7 +600,8 @@ class Collectives(Exchange):
 
     def _start_bytes(self, what: str, nbytes: int, lanes: Sequence[Lane]) -> list[Collective]:
         """Start a collective of so many bytes, in few rounds if there are few."""
-        topology = Doubling() if nbytes < SMALL_GATHER_BYTES else self._topology
+        few = nbytes < SMALL_GATHER_BYTES
+        topology = in_few_rounds(self._topology) if few else self._topology
         least, most = NATIVE_CHUNK_BYTES
         programs = compile_collective(
             what, topology, self._rank, self._workers, nbytes, 1, self._speeds, least, None, most

@@ -54,10 +54,9 @@ def Auto(
     candidates.
 
     The candidates: ``AllReduce()``, which has the schedule and the bucket sizes of DDP;
-    ``DeAR(plan="fixed")`` with buckets of 25 and of 5 MB, and with one bucket per layer; and with
-    three workers or more on CPUs ``DeAR(plan="fixed")`` along another topology: ``"mesh"``, or
-    where hosts have several workers, and gradients up to 1 MB, ``"doubling"``, which does not sum
-    inside hosts first.
+    ``DeAR(plan="fixed")`` with buckets of 25 and of 5 MB, and with one bucket per layer; and on
+    CPUs of three hosts or more, or of one with three workers or more, ``DeAR(plan="fixed")`` along
+    a ``"mesh"``.
     With ``exact=True`` all are exact: the weights equal DDP's.
 
     With ``exact=False`` the last two of these are replaced by ``DeAR(plan="fixed")`` with a sketch:
@@ -370,7 +369,7 @@ def OMGS(
         plan_file: file in which rank 0 stores the measurements; a run that finds the file measures
             nothing.
         topology: ``"ring"``, ``"mesh"``, ``"doubling"`` or ``"bcube"``; payloads that are small in
-            total are always gathered by doubling.
+            total are always gathered in few rounds, by doubling or directly between hosts.
 
     Raises:
         UsageError: a value is out of range, or an option of top-k is set for another compression.

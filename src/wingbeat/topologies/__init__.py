@@ -6,6 +6,8 @@ I/O.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from wingbeat.errors import UsageError, unknown
 from wingbeat.topologies.bcube import BCube, parse_size
 from wingbeat.topologies.hierarchical import Hierarchical
@@ -14,7 +16,7 @@ from wingbeat.types import Layout
 
 __all__ = [
     "BY_NAME", "BCube", "Doubling", "Hierarchical", "Mesh", "Ring", "Topology", "fitted", "get",
-    "name_of", "parse_size",
+    "in_few_rounds", "name_of", "parse_size",
 ]  # fmt: skip
 
 BY_NAME: dict[str, Topology] = {
@@ -52,6 +54,19 @@ def fitted(name: str | Topology, layout: Layout, interfaces: int) -> Topology:
     if isinstance(found, Ring | Mesh) and 1 < len(layout.hosts) < layout.workers:
         return Hierarchical(layout, direct=isinstance(found, Mesh))
     return found
+
+
+def in_few_rounds(topology: Topology) -> Topology:
+    """Return the topology of small collectives, whose time is that of their rounds.
+
+    Doubling has the fewest where every worker has links of its own. Where hosts have several
+    workers, which share their host's links, doubling and a mesh of all workers send each block
+    once for every worker of a host; `Hierarchical` sends it once for the host, in two rounds
+    between hosts if aggregators exchange with owners directly.
+    """
+    if isinstance(topology, Hierarchical):
+        return replace(topology, direct=True)
+    return Doubling()
 
 
 def name_of(topology: Topology) -> str:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from wingbeat import topologies
 from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.integrations.process_group.connections import (
@@ -49,7 +50,7 @@ from wingbeat.types import Span
 
 NAME = "wingbeat"
 
-_DOUBLING_BYTES = 80 << 10
+_SHORT_BYTES = 80 << 10
 """Size below which latency matters more than bandwidth: fewer rounds than a ring's. A buffer that
 is summed in one round takes less time than by doubling: 0.8 to 0.9 of it with 2 to 8 ranks on
 loopback, 1 to 4 KB.
@@ -128,7 +129,9 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
         else:
             self._world = self._connections.open_default()
         self._where = str(self._world.group or "the default group")
-        self._ring, self._doubling = Collectives(self._world), Collectives(self._world, "doubling")
+        ring = topologies.fitted("ring", self._world.layout, len(self._world.links))
+        self._ring = Collectives(self._world, ring)
+        self._short = Collectives(self._world, topologies.in_few_rounds(ring))
         self._exchanges, self._barriers = itertools.count(), itertools.count()
         self._unsettled: set[Work] = set()
         self._kept: deque[Work] = deque(maxlen=_KEPT_WORKS)
@@ -240,7 +243,7 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
             packed.unpack()
 
         work = self._work("all-reduce", handle, tensors, finish, opts)
-        if buffer.nbytes < _DOUBLING_BYTES:
+        if buffer.nbytes < _SHORT_BYTES:
             self._kept.append(work)
         return work
 
@@ -600,8 +603,8 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
         return Work(operation, result, finish, seconds, where, unsettled)
 
     def _collectives(self, buffer: torch.Tensor) -> Collectives:
-        small = buffer.nbytes < _DOUBLING_BYTES and not self._ring.sums_in_one_round(buffer)
-        return self._doubling if small else self._ring
+        small = buffer.nbytes < _SHORT_BYTES and not self._ring.sums_in_one_round(buffer)
+        return self._short if small else self._ring
 
     def _rows(self, flat: torch.Tensor) -> torch.Tensor:
         rows = flat.new_empty(self.size(), flat.numel())
