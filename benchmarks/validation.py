@@ -7,8 +7,9 @@
 A cell of the grid is a model in a setting of the lab: real workers, sockets and shaped links, with
 paced compute. Its strategies then run in virtual time, with the same plan, schedule and machine, on
 links of the same rate less headers, and on as many processors, which all hosts share
-(`wingbeat_lab.bench.simulated`). Codecs have the prices that the lab has found before each row.
-Other costs of the simulator come from measurements of single
+(`wingbeat_lab.bench.simulated`). Codecs have the prices that the lab has found before each row, and
+training threads the costs of this machine, which are measured first on workers that train alone
+(`wingbeat_lab.bench.costs`). Other costs of the simulator come from measurements of single
 operations, never from these runs. ``HELD_BACK`` names the cells that are not read while costs are
 changed; they are reported apart.
 
@@ -30,14 +31,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from common import run_and_judge, show, write
 
 from wingbeat.errors import UsageError, unknown
-from wingbeat_lab.bench import runner, simulated
+from wingbeat_lab.bench import costs, runner, simulated
 from wingbeat_lab.bench.config import BenchConfig
 from wingbeat_lab.bench.table import Printed
 
@@ -202,11 +203,12 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
     for config in itertools.chain(*configs.values()):
         config.check()  # refuse what cannot be measured before anything is
     began = time.monotonic()
+    machine = asdict(costs.measure())
     for number, (model, setting) in enumerate(pairs, 1):
         cell = known.get((model, setting))
         wanted = [text for config in configs[model, setting] for text in config.strategies]
         if cell is None or [row["strategy"] for row in cell["rows"]] != wanted:
-            cell = measured(model, setting, configs[model, setting])
+            cell = measured(model, setting, configs[model, setting], machine)
         report["cells"].append(cell)
         write(args.json, report)
         passed = time.monotonic() - began
@@ -253,8 +255,10 @@ def benches(args: argparse.Namespace, model: str, setting: str) -> Iterator[Benc
             )
 
 
-def measured(model: str, setting: str, configs: Sequence[BenchConfig]) -> Cell:
-    """Measure and predict one cell."""
+def measured(
+    model: str, setting: str, configs: Sequence[BenchConfig], machine: Mapping[str, float]
+) -> Cell:
+    """Measure and predict one cell, with the machine's costs."""
     rows: list[Row] = []
     load = []
     for config in configs:
@@ -273,7 +277,8 @@ def measured(model: str, setting: str, configs: Sequence[BenchConfig]) -> Cell:
                 }
             )
     cores = simulated.machine_cores()
-    return again({"model": model, "setting": setting, "cores": cores, "load": load, "rows": rows})
+    cell = {"model": model, "setting": setting, "cores": cores, "costs": machine, "load": load}
+    return again({**cell, "rows": rows})
 
 
 def plain(config: BenchConfig, strategy: str) -> dict[str, Any]:
@@ -283,12 +288,12 @@ def plain(config: BenchConfig, strategy: str) -> dict[str, Any]:
 
 def again(cell: Cell) -> Cell:
     """Return a cell with predictions of its rows, as they are now."""
-    rows = []
+    rows, machine = [], costs.Costs(**cell["costs"])
     for row in cell["rows"]:
         lists = {key: tuple(v) for key, v in row["config"].items() if isinstance(v, list)}
         checked = BenchConfig(**{**row["config"], **lists}).check()
         simulated_s = simulated.iteration_s(
-            checked, checked.rows[0], cores=cell["cores"], prices=row["prices"]
+            checked, checked.rows[0], cores=cell["cores"], prices=row["prices"], costs=machine
         )
         rows.append({**row, "simulated_s": simulated_s, "off": simulated_s / row["lab_s"] - 1})
     return {**cell, "rows": rows}

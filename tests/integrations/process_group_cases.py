@@ -295,13 +295,13 @@ def works() -> None:
 
 
 def rounds() -> None:
-    """Four ranks sum up to 16 KB in one round, below 80 KB by doubling, more around the ring."""
+    """Four ranks sum up to 16 KB in one round, below 80 KB in few rounds, more around the ring."""
     join()
     group = dist.group.WORLD
     for kb, expected in (
         (1, group._ring),
         (16, group._ring),
-        (17, group._doubling),
+        (17, group._short),
         (80, group._ring),
     ):
         tensor = torch.ones(256 * kb)

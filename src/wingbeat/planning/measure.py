@@ -386,8 +386,8 @@ def measure_links(
 ) -> tuple[LinkFit, ...]:
     """Measure plain collectives on each network interface alone, then on all together (II-F).
 
-    All-gathers use the topology of small payloads (`wingbeat.topologies.in_few_rounds`), all-reduces
-    ``topology``, or a ring where the topology spans several interfaces (a BCube) and one is
+    All-gathers take the topology of small payloads (`topologies.in_few_rounds`). All-reduces
+    use ``topology``, or a ring where the topology spans several interfaces (a BCube) and one is
     measured. Tensors are on the CPU. No other exchange may be in progress. Other arguments are
     those of `measure_exchange`.
     """

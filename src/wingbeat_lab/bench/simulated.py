@@ -20,6 +20,7 @@ from wingbeat_lab import paced
 from wingbeat_lab.bench import results
 from wingbeat_lab.bench.config import Checked
 from wingbeat_lab.bench.contenders import Contender
+from wingbeat_lab.bench.costs import Costs
 from wingbeat_lab.bench.models import BenchModel
 from wingbeat_lab.lab.spec import LabSpec
 
@@ -109,15 +110,26 @@ LOW_RANK = (
 """The four steps of low rank, in `results.Run.codec_prices`."""
 
 
-def work_of(model: BenchModel, found: results.Prices | None = None) -> simulator.Work:
+def work_of(
+    model: BenchModel, found: results.Prices | None = None, costs: Costs | None = None
+) -> simulator.Work:
     """Return the processor time of a lab's workers with a paced model.
 
     As `wingbeat_lab.bench.pace` slows codecs, whose processors are idle for what is added, but for
     the fixed part of each call. With the prices that a row of the lab has ``found``, codecs have
-    these; else those of the simulator.
+    these; else those of the simulator. With the ``costs`` of this machine, training threads have
+    these, and codecs, which sleep after each call, occupy processors for longer by `Costs.cold`.
     """
-    factor = max(1.0, model.codec_factor)
-    work = replace(LAB_WORK, codecs=factor, codecs_idle=1 - 1 / factor)
+    factor, work, cold = max(1.0, model.codec_factor), LAB_WORK, 1.0
+    if costs is not None:
+        cold = costs.cold
+        work = replace(
+            work,
+            launch_s=costs.launch_s,
+            update_s=costs.update_s,
+            update_s_per_byte=costs.update_s_per_byte,
+        )
+    work = replace(work, codecs=factor, codecs_idle=max(0.0, 1 - cold / factor))
     return work if not found else replace(work, prices=_prices(found, model.stretch))
 
 
@@ -148,12 +160,13 @@ def iteration_s(
     *,
     cores: int | None = None,
     prices: results.Prices | None = None,
+    costs: Costs | None = None,
 ) -> float:
     """Seconds of the row's iteration: the median, or the mean of rows without lockstep.
 
     Plan, schedule and machine are those of the lab, links have the same rate less headers, and
     all hosts share the processors of this machine, or so many ``cores``. ``prices`` are those of
-    the row's codec in a bench.
+    the row's codec in a bench, ``costs`` those of the machine.
 
     UsageError if the model or the strategy cannot be simulated.
     """
@@ -163,7 +176,7 @@ def iteration_s(
             "can be simulated"
         )
     model = paced.simulator_model(checked.model.profile, checked.model.stretch)
-    work, cores = work_of(checked.model, prices), cores or machine_cores()
+    work, cores = work_of(checked.model, prices, costs), cores or machine_cores()
     links, strategy = links_of(checked.lab), row.strategy
     layout = Layout.even(checked.lab.hosts, checked.config.per_host)
     if isinstance(strategy.exchange, Bounded):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,9 @@ from wingbeat import strategies
 from wingbeat.errors import UsageError
 from wingbeat_lab.bench import simulated
 from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.costs import Costs
+
+MACHINE = Costs(launch_s=0.3e-3, update_s=20e-6, update_s_per_byte=1e-9, cold=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +99,13 @@ def test_cells_of_the_same_commit_are_not_measured_again(
     path, made = tmp_path / "out.json", []
     words = ["--models", "vgg16", "--settings", "slow", "uneven", "--strategies", "allreduce"]
 
-    def measured(model: str, setting: str, configs: Any) -> Any:
+    def measured(model: str, setting: str, configs: Any, machine: Any) -> Any:
+        assert machine == asdict(MACHINE)
         made.append(setting)
         return cell(model, setting, **{text: (1.0, 1.0) for c in configs for text in c.strategies})
 
     monkeypatch.setattr(validation, "measured", measured)
+    monkeypatch.setattr(validation.costs, "measure", lambda: MACHINE)
     for commit, more, wanted in (
         ("abc", [], ["slow", "uneven"]),
         ("abc", [], []),
@@ -123,7 +129,8 @@ def test_kept_measurements_are_predicted_anew_on_their_machine(
         lab="star:2@4gbit", model="paced:alexnet@0.01", strategies=("allreduce",), rounds=1
     )
     checked = config.check()
-    want = simulated.iteration_s(checked, checked.rows[0], cores=1)
+    want = simulated.iteration_s(checked, checked.rows[0], cores=1, costs=MACHINE)
+    assert want != simulated.iteration_s(checked, checked.rows[0], cores=1)
     row = {
         "strategy": "allreduce",
         "config": validation.plain(config, "allreduce"),
@@ -133,6 +140,7 @@ def test_kept_measurements_are_predicted_anew_on_their_machine(
         "off": 0.0,
     }
     own = {"model": "alexnet", "setting": "slow", "cores": 1, "rows": [row]}
+    own["costs"] = asdict(MACHINE)
     path.write_text(json.dumps({"report": {"cells": [own]}}))
     words = ["validation.py", "--kept", str(path), "--json", str(out)]
     monkeypatch.setattr(sys, "argv", words)

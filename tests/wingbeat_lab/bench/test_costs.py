@@ -1,0 +1,68 @@
+"""The costs of a machine, from workers that train alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from wingbeat_lab.bench import costs, simulated
+from wingbeat_lab.bench.config import BenchConfig
+from wingbeat_lab.bench.costs import Alone, Costs, costs_of
+
+SMALL = Alone(
+    layers=10, parameters=20, nbytes=1000, computed_s=0.2, iteration_s=0.2051, cpu_s=0.0081
+)
+LARGE = replace(SMALL, nbytes=1_001_000, iteration_s=0.2061, cpu_s=0.02)
+
+
+def config(model: str, strategy: str) -> BenchConfig:
+    return BenchConfig(lab="star:2@8gbit", model=model, strategies=(strategy,), rounds=1)
+
+
+def test_two_models_of_different_size_separate_fixed_costs_from_those_of_bytes() -> None:
+    found = costs_of(SMALL, LARGE, cold=1.5)
+    assert found.update_s_per_byte == pytest.approx(1e-9)
+    assert found.update_s == pytest.approx((5.1e-3 - 1e-6) / 20)
+    assert found.launch_s == pytest.approx(3e-3 / 30)
+    assert found.cold == 1.5
+
+
+def test_costs_are_never_negative() -> None:
+    noisy = replace(LARGE, iteration_s=0.19)
+    found = costs_of(replace(SMALL, cpu_s=0.001), noisy, cold=1.0)
+    assert (found.launch_s, found.update_s_per_byte) == (0.0, 0.0)
+    assert found.update_s == pytest.approx(5.1e-3 / 20)
+
+
+def test_models_of_equal_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="1000 bytes of the large model, 1000 of the small"):
+        costs_of(SMALL, SMALL, cold=1.0)
+
+
+def test_an_iteration_alone_is_that_of_the_paced_model() -> None:
+    checked = config("paced:resnet50@0.01", "single").check()
+    own = costs.alone_of(checked, 0.25, [0.03, 0.05])
+    profile = checked.model.profile
+    assert profile is not None
+    assert (own.layers, own.parameters) == (len(profile.layers), 161)
+    assert own.nbytes == 4 * sum(layer.numel for layer in profile.layers)
+    assert own.cpu_s == pytest.approx(0.04)
+    assert own.updated_s == pytest.approx(0.25 - 1e-3 * (profile.forward_ms + profile.backward_ms))
+
+
+def test_memory_is_not_faster_after_a_sleep() -> None:
+    assert 1.0 <= costs.cold() < 100.0
+
+
+def test_workers_have_the_costs_of_their_machine() -> None:
+    checked = config("paced:vgg16@0.05", "allreduce:compression=sketch").check()
+    own = Costs(launch_s=1e-3, update_s=2e-3, update_s_per_byte=3e-9, cold=4.0)
+    work = simulated.work_of(checked.model, costs=own)
+    assert (work.launch_s, work.update_s, work.update_s_per_byte) == (1e-3, 2e-3, 3e-9)
+    # A twentieth of a codec's time occupies a processor, and four times as long after a sleep.
+    assert simulated.work_of(checked.model).codecs_idle == pytest.approx(0.95)
+    assert work.codecs_idle == pytest.approx(0.80)
+    assert work.codecs == pytest.approx(20.0)
+    hot = simulated.work_of(checked.model, costs=replace(own, cold=30.0))
+    assert hot.codecs_idle == 0.0
