@@ -140,8 +140,10 @@ def check_same_bits(
 @pytest.mark.parametrize(
     ("numel", "expected"),
     [
-        (2048, ("all_gather", topologies.Mesh())),
-        (2049, ("all_reduce", Hierarchical(PAIRS, direct=True))),
+        (4096, ("all_gather", topologies.Mesh())),
+        (4097, ("all_reduce", topologies.Mesh())),
+        (8192, ("all_reduce", topologies.Mesh())),
+        (8193, ("all_reduce", Hierarchical(PAIRS, direct=True))),
         (16_384, ("all_reduce", Hierarchical(PAIRS, direct=True))),
         (16_385, ("all_reduce", Hierarchical(PAIRS))),
     ],

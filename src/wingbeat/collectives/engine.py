@@ -34,8 +34,8 @@ from wingbeat.collectives.program import (
     SMALL_GATHER_BYTES,
     compile_collective,
     least_message,
-    sharing_links,
     small_sum,
+    sums_in_one_round,
 )
 from wingbeat.collectives.threads import SerialQueue
 from wingbeat.collectives.two_level import TwoLevel
@@ -125,8 +125,8 @@ class Collectives:
 
     def sums_in_one_round(self, buffer: torch.Tensor) -> bool:
         """Whether all ranks send a buffer of this size to all others, and add what they receive."""
-        sent = self.world.size * sharing_links(self._topology) * buffer.nbytes
-        return self._is_direct and sent <= DIRECT_BYTES
+        size, nbytes = self.world.size, buffer.nbytes
+        return self._is_direct and sums_in_one_round(self._topology, size, nbytes)
 
     def fits(self, topology: str) -> bool:
         """Whether the topology fits the workers, their interfaces and networks."""
@@ -316,7 +316,8 @@ class Collectives:
         size, numel, speeds, compiled, rows = world.size, buffer.numel(), world.speeds, what, 0
         plain = packing is None and self._native and buffer.dtype in NATIVE_DTYPES
         if topology is None and self._is_direct and buffer.nbytes <= DIRECT_BYTES:
-            topology, speeds = small_sum(self._topology), speeds[:1]  # the first link only
+            topology = small_sum(self._topology, buffer.nbytes)
+            speeds = speeds[:1]  # the first link only
             if what == "all_reduce" and plain and self.sums_in_one_round(buffer):
                 topology, compiled, numel, rows = Mesh(), "all_gather", size * numel, size
         topology = topology or self._topology

@@ -23,8 +23,8 @@ from wingbeat.collectives.program import (
     Task,
     compile_collective,
     least_message,
-    sharing_links,
     small_sum,
+    sums_in_one_round,
 )
 from wingbeat.compression import Coded, options_of
 from wingbeat.schedules.events import Operation
@@ -511,9 +511,9 @@ class Collectives(Exchange):
             topology = topology if packing.coding is None else self._mesh
         if self._direct and numel * ITEMSIZE <= DIRECT_BYTES:
             if packing is None or packing.coding is None:
-                topology, speeds = small_sum(topology), speeds[:1]
-            sent = self._workers * sharing_links(self._topology) * numel * ITEMSIZE
-            if packing is None and operation is Operation.ALL_REDUCE and sent <= DIRECT_BYTES:
+                topology, speeds = small_sum(topology, numel * ITEMSIZE), speeds[:1]
+            once = sums_in_one_round(self._topology, self._workers, numel * ITEMSIZE)
+            if packing is None and operation is Operation.ALL_REDUCE and once:
                 topology, what, numel = Mesh(), "all_gather", self._workers * numel
         programs = compile_collective(
             what, topology, self._rank, self._workers, numel, itemsize, speeds, least, None, most
