@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import threading
 import weakref
@@ -19,6 +20,7 @@ import wingbeat
 from helpers.training import assert_same, backward, batch, engine, net, on, sgd, train, weights
 from helpers.waiting import is_collected
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.transport.messages.frames import Limits
 from wingbeat_lab.bench import models
 
 SIZE = 4
@@ -893,6 +895,20 @@ def test_canary_unsupported_model_is_rejected_on_all(
     def body(world: Any) -> None:
         with pytest.raises(UsageError, match=words):
             made(world, strategy, make, model())
+
+    on(2, body)
+
+
+def test_canary_with_too_many_workers_for_its_messages_is_refused_unless_synchronous(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = dataclasses.replace(Limits(), message=200)
+    monkeypatch.setattr("wingbeat.methods.bounded_staleness.exchange.Limits", lambda: limits)
+
+    def body(world: Any) -> None:
+        with pytest.raises(UsageError, match="Canary with 2 workers .* above the limit of 200"):
+            made(world, canary(s=2))
+        made(world, canary(s=0))
 
     on(2, body)
 

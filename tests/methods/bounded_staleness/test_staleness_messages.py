@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.messages import (
     Drained,
     GeiState,
@@ -19,14 +20,17 @@ from wingbeat.methods.bounded_staleness.messages import (
     PullResponse,
     ViewProposal,
     Welcome,
+    check_workers,
     decode_frames,
     decode_header,
     decode_message,
     encode_frame,
     encode_words,
+    largest_control_bytes,
 )
 from wingbeat.methods.bounded_staleness.rounds import Gei
 from wingbeat.transport.membership import View, initial_view
+from wingbeat.transport.messages.frames import Limits
 
 N, K = 3, 2
 VIEW = View((0, 1, 2))
@@ -135,3 +139,36 @@ def head(width: int, count: int, nbytes: int) -> bytes:
 def test_malformed_frames_are_rejected(part: bytes) -> None:
     with pytest.raises(MalformedMessage):
         list(decode_frames(part, 100))
+
+
+def control_message(workers: int, colayers: int, rows: int) -> Message:
+    """The largest message without gradients of a job: all masks have all workers."""
+    watermarks = (((rows,) * workers,) * colayers,) * workers
+    if not rows:
+        return ViewProposal(initial_view(workers), rows, watermarks)
+    row = [[(1 << workers) - 1] * workers for _ in range(colayers)]
+    gei = GeiState(0, rows - 1, 1, dict.fromkeys(range(rows), row))
+    return PullResponse(rows, watermarks, gei, b"parameters")
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize(("workers", "colayers"), [(6, 1), (32, 2), (33, 4)])
+def test_largest_control_message_has_the_bytes_of_its_frame(
+    workers: int, colayers: int, rows: int
+) -> None:
+    header = encode_frame(control_message(workers, colayers, rows), 5).header
+    assert largest_control_bytes(workers, colayers, rows) == len(header)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(0, 323), (21, 242)])
+def test_workers_whose_control_messages_exceed_the_limit_are_refused(rows: int, most: int) -> None:
+    limit = Limits().message
+    check_workers(most, 10, rows, limit)
+    for workers in (most + 1, 4 * most):
+        with pytest.raises(UsageError, match=rf"Canary with {workers} .* allowed are {most} w"):
+            check_workers(workers, 10, rows, limit)
+
+
+def test_most_workers_have_control_messages_that_can_be_posted() -> None:
+    header = encode_frame(control_message(242, 10, 21), 5).header
+    assert Limits().message - len(header) in range(40_000)

@@ -35,6 +35,7 @@ from wingbeat.methods.bounded_staleness.communication import CommunicationThread
 from wingbeat.methods.bounded_staleness.consistency import ConsistencyCheck
 from wingbeat.methods.bounded_staleness.journal import open_journal
 from wingbeat.methods.bounded_staleness.membership import join_workers
+from wingbeat.methods.bounded_staleness.messages import check_workers
 from wingbeat.methods.bounded_staleness.options import Bounded
 from wingbeat.methods.bounded_staleness.replica import (
     AsynchronousReplica,
@@ -48,6 +49,7 @@ from wingbeat.observe.meter import Cell, Section
 from wingbeat.schedules.events import Operation, Step, UpdateCommand
 from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.graceful_shutdown import departures_of
+from wingbeat.transport.messages.frames import Limits
 from wingbeat.transport.world import World
 
 if TYPE_CHECKING:
@@ -173,6 +175,8 @@ class BoundedStalenessExchange:
         world = self._world
         common = params, self._pieces, self._optimizer, self._step, self._others
         self.replicas_diverge = bound.mode != "BSP"
+        if self.replicas_diverge:
+            check_workers(world.size, bound.colayers, bound.max_buffered, Limits().message)
         if self.synchronous:
             self._replica: AsynchronousReplica | SynchronousReplica = SynchronousReplica(
                 *common, buckets=buckets, steps=self._steps

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_args
 
+from wingbeat.errors import UsageError
 from wingbeat.schema import (
     Length,
     MalformedMessage,
@@ -285,6 +286,39 @@ def encode_words(message: Message, incarnation: int, epoch: int = 0) -> list[int
     """Return the words of a message and its header."""
     header = FrameHeader(epoch, MESSAGES.kind_of(message), incarnation)
     return to_words(header) + to_words(message)
+
+
+def largest_control_bytes(workers: int, colayers: int, rows: int) -> int:
+    """Return the bytes of the largest message without gradients; it is not divided into parts.
+
+    Both a `ViewProposal` and a `PullResponse` have the watermarks of all workers by piece and
+    colayer. The latter also has the ``rows`` of the gradient exchange index, each with a mask of
+    the workers by piece and colayer; with none, the proposal is the larger one.
+
+    >>> [largest_control_bytes(100, colayers=10, rows=rows) >> 10 for rows in (0, 21)]
+    [391, 800]
+    """
+    watermarks = workers * colayers * workers
+    row = 1 + workers * colayers * (1 + -(-workers // 32))
+    proposal, response = workers + 1 + watermarks, 1 + watermarks + 4 + rows * row
+    return _HEADER.size + 4 * (len(FrameHeader._fields) + max(proposal, response))
+
+
+def check_workers(workers: int, colayers: int, rows: int, limit: int) -> None:
+    """Raise a `UsageError` if a loss or a restart may need a message of more than ``limit`` bytes.
+
+    ``colayers`` and ``rows`` are as for `largest_control_bytes`.
+    """
+    nbytes, most = largest_control_bytes(workers, colayers, rows), workers
+    if nbytes <= limit:
+        return
+    while largest_control_bytes(most, colayers, rows) > limit:
+        most -= 1
+    raise UsageError(
+        f"Canary with {workers} workers and {colayers} colayers: the loss or restart of a worker "
+        f"may need a message of {nbytes} bytes, above the limit of {limit}; allowed are {most} "
+        "workers, more with fewer colayers or a smaller s, and any number with s=0"
+    )
 
 
 def decode_frames(part: Any, max_payload: int) -> Iterator[ReceivedFrame]:
