@@ -156,8 +156,11 @@ def failure(
 ) -> str:
     """What a worker raises that waits for its buckets, while rank 0 acts instead of starting."""
 
+    all_planned = threading.Barrier(SIZE)
+
     def body(world: Any) -> str:
         exchange, buckets = planned(world, 16, 64)
+        all_planned.wait(20)  # else `planned` raises, where the failure comes first
         if world.rank == 0:
             act(world, exchange, buckets)
             return ""
@@ -203,10 +206,11 @@ def test_a_broken_order_is_refused_and_names_its_sender(
 
 
 def test_an_order_from_another_worker_is_refused() -> None:
-    done = threading.Event()
+    done, all_planned = threading.Event(), threading.Barrier(SIZE)
 
     def body(world: Any) -> str:
         exchange, buckets = planned(world, 16, 64)
+        all_planned.wait(20)
         if world.rank == 2:
             post(exchange, Partition(1, 0, 0, 0))
         if world.rank != 0:

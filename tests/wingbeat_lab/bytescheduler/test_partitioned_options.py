@@ -44,7 +44,7 @@ def test_partitioned_invalid_option_is_refused_in_one_line(options: Any, words: 
             "Sharded() needs all-reduces in two halves",
         ),
         (
-            {"exchange": Partitioned(), "schedule": "served", "update": "server"},
+            {"exchange": Partitioned(), "schedule": "served", "update": "servers"},
             "OnServers() needs sums that are kept until they are pulled",
         ),
         (
