@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from wingbeat_lab.baselines import P3 as P3
     from wingbeat_lab.baselines import PSGD as PSGD
     from wingbeat_lab.baselines import Ako as Ako
+    from wingbeat_lab.baselines import ByteScheduler as ByteScheduler
     from wingbeat_lab.baselines import PartitionedPS as PartitionedPS
     from wingbeat_lab.baselines import TicTac as TicTac
     from wingbeat_lab.baselines import TopKSGD as TopKSGD
@@ -33,6 +34,7 @@ __all__ = [
     "P3",
     "PSGD",
     "Ako",
+    "ByteScheduler",
     "PartitionedPS",
     "TicTac",
     "TopKSGD",

@@ -16,6 +16,7 @@ from wingbeat.compression import Compression, TopK
 from wingbeat.strategies import OMGS, ParameterServer, Preset, Strategy
 from wingbeat.strategies.preset import check_first_mb, preset, variant
 from wingbeat_lab.ako import Partial
+from wingbeat_lab.bytescheduler import Partitioned
 
 _UNMEASURED = {"steps": 10, "drift": 1.5, "plan_file": ""}
 _NO_SIZE = {**_UNMEASURED, "elements": 8192}
@@ -103,11 +104,49 @@ def Ako(
     )
 
 
+@preset()
+def ByteScheduler(
+    *,
+    partition_mb: float = 4.0,
+    credit: int = 4,
+    mb: float = 0.0,
+    compression: Compression = "fp32",
+    topology: str = "ring",
+) -> Strategy:
+    """ByteScheduler: all-reduces of partitions, in the order in which forward needs them.
+
+    Peng et al., SOSP 2019, in all-reduce mode, as compared in the DeAR paper (section VI-C). Each
+    parameter is divided into partitions, which wait in a priority queue; rank 0 decides the order
+    for all. Sums may arrive after backward: parameters of a layer are updated just before the layer
+    runs. Exact with ``compression="fp32"``: the weights equal DDP's. Sizes are not tuned.
+
+    Args:
+        partition_mb: largest partition in MB (1 MB = 2**20 bytes).
+        credit: limit of the bytes in flight, in partitions of this size. Both defaults are about
+            those of the authors' code; for all-reduces their documentation recommends larger
+            values, about ``partition_mb=32, credit=2``.
+        mb: bucket size in MB; a larger parameter is alone. 0: each parameter is, as in the paper.
+        compression: encoding of gradients: ``"fp32"`` (their own dtype) or ``"bf16"``.
+        topology: name of the topology.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    return Strategy(
+        plan=parts.PerTensor() if mb == 0 else parts.FixedBuckets(mb=mb, first_mb=0.0),
+        compression=compression,
+        exchange=Partitioned(partition_mb=partition_mb, credit=credit, topology=topology),
+        schedule=parts.Served(),
+    )
+
+
 PRESETS: Mapping[str, Preset] = {
     **strategies.PRESETS,
     **{
         made.__name__.lower(): made
-        for made in (PSGD, TopKSGD, LAGS, MGS, VanillaPS, PartitionedPS, TicTac, P3, Ako)
+        for made in (
+            PSGD, TopKSGD, LAGS, MGS, VanillaPS, PartitionedPS, TicTac, P3, Ako, ByteScheduler,
+        )
     },
 }
 """The presets of wingbeat and of this module, by their names on the command line."""

@@ -44,9 +44,9 @@ import wingbeat
 import wingbeat.errors
 from wingbeat.collectives import Collectives
 from wingbeat.engine.upgrade import engine_of
-from wingbeat.strategies import parse
 from wingbeat.transport import mesh as mesh_module
 from wingbeat.transport.mesh import column_of
+from wingbeat_lab.baselines import parse
 
 NAMES = ("dp_replicate", "dp_shard")
 

@@ -23,6 +23,7 @@ SIZE = 4
         pytest.param("geryon:pull=start", marks=pytest.mark.slow),
         "geryon:update=server",
         "canary:s=0",
+        "bytescheduler:partition_mb=0.0001",
     ],
 )
 def test_exact_method_over_fsdp2_equals_hsdp(job: Pool, strategy: str) -> None:

@@ -179,6 +179,7 @@ def test_a_preset_is_what_it_is_composed_of(name: str) -> None:
         (wingbeat.OMGS(), (False, "whole", False, False, True)),
         (wingbeat.OMGS(compression="fp32"), (True, "whole", False, False, False)),
         (wingbeat_lab.Ako(), (False, "partial", False, False, False)),
+        (wingbeat_lab.ByteScheduler(), (True, "late", False, True, False)),
         (wingbeat.Canary(), (False, "stale", False, False, False)),
         (wingbeat.Canary(s=0, p=4, colayers=4), (True, "whole", False, False, False)),
         (wingbeat.Canary(s=0, p=3, colayers=4), (False, "stale", False, False, False)),

@@ -124,6 +124,15 @@ CASES: list[tuple[Strategy, dict[str, Any]]] = [
         ),
     ),
     (
+        wingbeat_lab.ByteScheduler(mb=8, compression="bf16", topology="mesh"),
+        reads(
+            schedule="served",
+            topology="mesh",
+            fusion=Fusion(bucket_bytes=8 * MB, first_bytes=0),
+            wire="bfloat16",
+        ),
+    ),
+    (
         wingbeat.Canary(s=5, p=3, colayers=4, encrypted=False),
         reads(
             schedule="stale",

@@ -21,6 +21,7 @@ from wingbeat.schedules.events import Operation
 from wingbeat.transport import loopback
 from wingbeat_lab.ako.partial import PartialExchange
 from wingbeat_lab.ako.unsent import UnsentGradients
+from wingbeat_lab.bytescheduler.exchange import PartitionedExchange
 
 SHAPES = ((40, 30), (7,), (), (65, 3))
 SIZE = 3
@@ -49,6 +50,12 @@ def in_parts(world: Any, slots: list[Slot]) -> Made:
     return Made(PartialExchange(Collectives(world, "mesh"), unsent, 1), unsent)
 
 
+def by_priority(world: Any, slots: list[Slot]) -> Made:
+    """Several partitions of a bucket, of which some are in flight at a time."""
+    compression = Compression("", slots, Collectives(world, "ring"))
+    return Made(PartitionedExchange(world, "ring", 1 << 10, 1 << 11), compression)
+
+
 @dataclass
 class Kind:
     """How to make one; ``error`` is what a sum may be off by, relative to its norm.
@@ -73,7 +80,11 @@ EXCHANGES = {
     "low rank": Kind(by_collectives("ring", LowRank(rank=30, auto_disable=False)), 2e-1),
 }
 
-WHOLE = {**EXCHANGES, "in parts": Kind(in_parts, 1e-6, same=False)}
+WHOLE = {
+    **EXCHANGES,
+    "in parts": Kind(in_parts, 1e-6, same=False),
+    "by priority": Kind(by_priority, 1e-6),
+}
 """Those that have no halves are among them."""
 
 every = pytest.mark.parametrize("kind", EXCHANGES.values(), ids=EXCHANGES)

@@ -13,6 +13,7 @@ from wingbeat.methods.parameter_server.coding import SliceHeader
 from wingbeat.observe.report import Job, Report
 from wingbeat.schema import Messages
 from wingbeat.transport.membership import LogEntry
+from wingbeat_lab.bytescheduler import order
 
 
 class Group(NamedTuple):
@@ -24,9 +25,10 @@ class Group(NamedTuple):
 
 
 MAILBOXES = (
-    Group("Parameter servers", "parameter_server/protocol.py", protocol.MESSAGES),
-    Group("Group generator", "model_averaging/generator.py", generator.MESSAGES),
-    Group("Pairs", "model_averaging/pair_machine.py", pair_machine.MESSAGES),
+    Group("Parameter servers", "wingbeat/methods/parameter_server/protocol.py", protocol.MESSAGES),
+    Group("Group generator", "wingbeat/methods/model_averaging/generator.py", generator.MESSAGES),
+    Group("Pairs", "wingbeat/methods/model_averaging/pair_machine.py", pair_machine.MESSAGES),
+    Group("Order of partitions", "wingbeat_lab/bytescheduler/order.py", order.MESSAGES),
 )
 HEADERS: dict[type, str] = {
     SliceHeader: "Parameter servers: the payload of an encoded slice begins with it",
@@ -34,7 +36,9 @@ HEADERS: dict[type, str] = {
 }
 """Records before other data."""
 
-FRAMES = Group("Bounded staleness", "bounded_staleness/messages.py", staleness.MESSAGES)
+FRAMES = Group(
+    "Bounded staleness", "wingbeat/methods/bounded_staleness/messages.py", staleness.MESSAGES
+)
 
 TEXTS: dict[type, str] = {
     protocol.StepSettings: "payload of `STEP`",

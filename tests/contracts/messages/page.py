@@ -34,14 +34,14 @@ This page is generated, and a test compares it with the records. Write it again 
 _MAILBOX = """
 ## {title}
 
-`wingbeat/methods/{place}`. These are messages of a [mailbox](messages.md): the first four words
+`{place}`. These are messages of a [mailbox](messages.md): the first four words
 are the ids, further words are the payload of a message that has no other.
 """
 
 _FRAMES = """
 ## {title}
 
-`wingbeat/methods/{place}`. Messages are sent as frames, little-endian: 4 bytes with the width of
+`{place}`. Messages are sent as frames, little-endian: 4 bytes with the width of
 a word (4 or 8 bytes), 4 bytes with the number of words, 8 bytes with the bytes of the payload,
 the words, the payload. Several frames may be in one part; a payload may continue in later parts.
 The words begin with a `FrameHeader`.

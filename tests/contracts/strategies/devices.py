@@ -15,9 +15,9 @@ import wingbeat
 from helpers import accelerator
 from helpers.sums import TINY_MB, Sums, given, step
 from wingbeat.errors import UsageError
-from wingbeat.strategies import parse
 from wingbeat.transport import world
 from wingbeat_lab import Ako
+from wingbeat_lab.baselines import parse
 
 from . import play
 from .compare import Result

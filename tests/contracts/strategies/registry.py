@@ -42,12 +42,18 @@ SERVED_CODED = ("geryon-coded",)
 """Sums through a codec that loses nothing, at a server that takes seconds to start."""
 
 
+BY_PRIORITY = ("bytescheduler",)
+"""All-reduces of partitions, in an order that rank 0 decides."""
+
+
 @dataclass(frozen=True)
 class Grid:
     """Which worlds, strategies and bucket sizes a case runs with."""
 
     worlds: tuple[int, ...] = (2, 3)
-    strategies: tuple[str, ...] = (*ALL, *CODED, *MEASURED, *SERVED, *SERVED_CODED)
+    strategies: tuple[str, ...] = (
+        *ALL, *CODED, *MEASURED, *SERVED, *SERVED_CODED, *BY_PRIORITY
+    )  # fmt: skip
     mbs: tuple[float, ...] = (TINY, LARGE)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import wingbeat
+import wingbeat_lab
 from wingbeat import parts
 from wingbeat.compression import TopK
 from wingbeat.errors import UsageError
@@ -70,6 +71,9 @@ def make_strategy(name: str, mb: float) -> Any:
             return wingbeat.Geryon(mb=mb, servers=1, slice=300, encrypted=False, compression=wire)
         update = "server" if "server" in options else "worker"
         return wingbeat.Geryon(mb=mb, servers=2, pull=pull, update=update, encrypted=False)
+    if kind == "bytescheduler":  # partitions of 100 elements
+        size = 100 * 4 / 2**20
+        return wingbeat_lab.ByteScheduler(mb=mb, partition_mb=size, credit=2)
     if kind == "allreduce":
         return wingbeat.AllReduce(mb=mb, topology=topology, compression=wire)
     sharded = "sharded" in options

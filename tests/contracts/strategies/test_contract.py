@@ -12,6 +12,7 @@ from helpers.pool import Pool
 
 from . import cases, play
 from .registry import (
+    BY_PRIORITY,
     CHANGES,
     CHECKS,
     CODED,
@@ -65,7 +66,7 @@ CHANGING = frozenset(
 )
 """Cases that a change of the strategy in each iteration has in the quick run, with `PLANNING`."""
 
-RARE = ("canary", "dear-mesh", "geryon-server", "mgwfbp")
+RARE = ("bytescheduler", "canary", "dear-mesh", "geryon-server", "mgwfbp")
 """Strategies that have few other cases in the quick run."""
 
 MORE_MODELS = frozenset(f"random_model_{seed}" for seed in range(6, 20))
@@ -120,7 +121,7 @@ def _usual(case: Scenario | Check, turn: int) -> set[Point]:
     others: list[Point] = []
     served: list[Point] = []
     for strategy in grid.strategies:
-        if strategy in (CHANGES, *MEASURED, *SERVED_CODED, *UPDATED_THERE):
+        if strategy in (CHANGES, *BY_PRIORITY, *MEASURED, *SERVED_CODED, *UPDATED_THERE):
             chosen |= {(usual[0], strategy, usual[1])} if _worth_seconds(case, strategy) else set()
         elif strategy in (*SERVED, *CODED):
             group = served if strategy in SERVED else others

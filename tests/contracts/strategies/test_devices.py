@@ -137,6 +137,7 @@ EXACT = (
     "geryon:servers=1,encrypted=false",
     "geryon:servers=1,update=server,encrypted=false",
     "ako",
+    "bytescheduler:partition_mb=0.00002,credit=2",
 )
 """Strategies with which each worker's weights depend on nothing but its batches."""
 
@@ -167,7 +168,14 @@ def test_mean_of_models_on_a_late_device_is_that_of_all_steps(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["allreduce:mb=0.0001", "dear:mb=0.0001", "geryon:servers=1,encrypted=false", "ako"]
+    "strategy",
+    [
+        "allreduce:mb=0.0001",
+        "dear:mb=0.0001",
+        "geryon:servers=1,encrypted=false",
+        "ako",
+        "bytescheduler",
+    ],
 )
 def test_training_thread_never_waits_for_the_device(pool: Pool, strategy: str) -> None:
     assert pool.run(devices.waits_on_late_device, strategy, deadline=DEADLINE) == [0, 0]

@@ -98,6 +98,7 @@ SKIPPING: dict[str, Any] = {
     "dear": wingbeat.DeAR(plan="fixed", mb=TINY_MB),
     "topk": wingbeat.DeAR(plan="fixed", mb=TINY_MB, compression=TopK(auto_disable=False)),
     "ako": wingbeat_lab.Ako(),
+    "bytescheduler": wingbeat_lab.ByteScheduler(),
     "geryon": wingbeat.Geryon(mb=TINY_MB, servers=1, encrypted=False),
     "geryon-start": wingbeat.Geryon(mb=TINY_MB, servers=1, pull="start", encrypted=False),
 }

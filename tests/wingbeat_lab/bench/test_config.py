@@ -135,6 +135,7 @@ def test_config_rows_have_their_kind_and_bytes() -> None:
         "mgs:density=0.01": ("whole", 606),
         "strategy:compression=sketch@4,schedule=dear": ("halves", 5_050),
         "ako": ("partial", 40_400),
+        "bytescheduler": ("late", 40_400),
         "canary:s=2,p=6,compression=fp32": ("stale", 40_400),
         "ripples:policy=static": ("local", 40_400),
         "adpsgd": ("local", 40_400),
