@@ -16,10 +16,10 @@ next. An `Executor` drives it over links, a simulator over modelled links, a tes
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
 from wingbeat import _native
@@ -183,31 +183,28 @@ def chunk_elements(
 def compile_rounds(rounds: Iterable[Round], chunk: int) -> Program:
     """Cut the rounds' hops into chunks of ``chunk`` elements and order them by dependency."""
     # Chunks are numbered per link, peer and direction; both ends cut the same spans in one order.
-    numbers: Counter[tuple[type[Hop], int, int]] = Counter()
+    tags: defaultdict[tuple[type[Hop], int, int], Iterator[int]] = defaultdict(itertools.count)
+    cut = cache(lambda span: span.cut(chunk))  # a block is received, and sent in the next round
     first: list[Transfer] = []
     receives: list[Transfer] = []
     unlocks: list[list[Transfer]] = []
     for hops in rounds:
         known = len(receives)
-        for hop, span in _chunks(hops, chunk):
-            direction = type(hop), hop.interface, hop.peer
-            tag = numbers[direction]
-            numbers[direction] += 1
-            if isinstance(hop, Send):
-                transfer = Transfer(hop.peer, span, tag, link=hop.interface, near=hop.near)
-                last = last_overlap(receives, span, known)
-                (first if last < 0 else unlocks[last]).append(transfer)
-            else:
-                receives.append(Transfer(hop.peer, span, tag, hop.reduce, hop.interface, hop.near))
-                unlocks.append([])
+        each_tags = [tags[type(hop), hop.interface, hop.peer] for hop in hops]
+        # The chunks of hops alternate as on the links.
+        for spans in itertools.zip_longest(*(cut(hop.span) for hop in hops)):
+            for hop, tag, span in zip(hops, each_tags, spans, strict=True):
+                if span is None:
+                    continue
+                peer, link, near = hop.peer, hop.interface, hop.near
+                if isinstance(hop, Send):
+                    last = last_overlap(receives, span, known)
+                    to = first if last < 0 else unlocks[last]
+                    to.append(Transfer(peer, span, next(tag), False, link, near))
+                else:
+                    receives.append(Transfer(peer, span, next(tag), hop.reduce, link, near))
+                    unlocks.append([])
     return Program(tuple(first), tuple(receives), tuple(map(tuple, unlocks)))
-
-
-def _chunks(hops: Round, chunk: int) -> Iterator[tuple[Hop, Span]]:
-    """Cut a round's hops into chunks, which alternate as on the links."""
-    cut = [[(hop, span) for span in hop.span.cut(chunk)] for hop in hops]
-    for turn in itertools.zip_longest(*cut):
-        yield from (each for each in turn if each is not None)
 
 
 def last_overlap(receives: Sequence[Transfer], span: Span, known: int | None = None) -> int:
@@ -406,47 +403,55 @@ class Machine(Generic[T]):
     def commands(self) -> Iterator[Command[T]]:
         """Yield commands indefinitely; the driver performs each before it requests the next."""
         while True:
-            if self._queue or self._active:
-                if self._queue:
-                    yield from self._begin_more()
+            if self._may_begin():
+                yield from self._begin()
+            elif self._active:
                 yield from self._process_first()
             else:
                 yield Idle()
 
-    def _begin_more(self) -> Iterator[Command[T]]:
-        while self._queue and len(self._active) < self._depth:
-            if self._active and self._active[-1].unsent:
-                return
-            task = self._queue.popleft()
-            self._active.append(task)
-            yield Begin(task)
-            for transfer in task.program.receives[: self._ahead]:
-                yield PostReceive(task, transfer)
-            task.hold()
-            yield from self._release(task)
+    def _may_begin(self) -> bool:
+        """Whether a task is queued, and those in progress have sent their last chunk to the link."""
+        active = self._active
+        return bool(self._queue) and (
+            not active or (not active[-1].unsent and len(active) < self._depth)
+        )
+
+    def _begin(self) -> Iterator[Command[T]]:
+        task = self._queue.popleft()
+        self._active.append(task)
+        yield Begin(task)
+        for transfer in task.program.receives[: self._ahead]:
+            yield PostReceive(task, transfer)
+        task.hold()
+        yield from self._release(task)
 
     def _process_first(self) -> Iterator[Command[T]]:
-        """Process the next chunk of the first task, and keep no reference to a task."""
-        task = self._active[0]
-        receives, index = task.program.receives, task.taken
-        if index < len(receives):
+        """Process the first task's chunks until it is complete, or the next task may begin.
+
+        No reference to a task is kept after that.
+        """
+        task, ahead = self._active[0], self._ahead
+        receives, unlocks = task.program.receives, task.program.unlocks
+        for index in range(task.taken, len(receives)):
+            if self._may_begin():
+                return
             yield AwaitChunk(task, receives[index])
-            task.taken = index = index + 1
-            if index - 1 + self._ahead < len(receives):
-                yield PostReceive(task, receives[index - 1 + self._ahead])
-            for transfer in task.program.unlocks[index - 1]:
+            task.taken = index + 1
+            if index + ahead < len(receives):
+                yield PostReceive(task, receives[index + ahead])
+            for transfer in unlocks[index]:
                 yield SendChunk(task, transfer)
                 task.unsent -= 1
             if len(self._active) > 1:
                 for later in [each for each in self._active if each.after is task]:
                     yield from self._release(later)
-        if index == len(receives):
-            yield Complete(self._active.popleft())
-            self._draining.append(task)
-            # Its last chunks may queue behind the next task's, which proceeds first.
-            while len(self._draining) > (1 if self._active else 0):
-                yield AwaitSends(self._draining[0])
-                self._draining.popleft()
+        yield Complete(self._active.popleft())
+        self._draining.append(task)
+        # Its last chunks may queue behind the next task's, which proceeds first.
+        while len(self._draining) > (1 if self._active else 0):
+            yield AwaitSends(self._draining[0])
+            self._draining.popleft()
 
     def _release(self, task: T) -> Iterator[Command[T]]:
         """Send the first chunks that the previous task has finished."""

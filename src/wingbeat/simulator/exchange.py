@@ -188,11 +188,13 @@ class Lane:
             if kind is programs.AwaitChunk:
                 wait = self._await_chunk(command.task, command.transfer)  # type: ignore[union-attr]
             elif kind is programs.SendChunk:
-                wait = self._encode_chunk(command.task, command.transfer)  # type: ignore[union-attr]
+                task, transfer = command.task, command.transfer  # type: ignore[union-attr]
+                send = self._send_chunk if task.packing is None else self._encode_chunk
+                wait = send(task, transfer)
             elif kind is programs.PostReceive:
                 task, transfer = command.task, command.transfer  # type: ignore[union-attr]
-                peer = self._peers.get((transfer.peer, transfer.link)) or self._peer(transfer)
-                peer.inward.announce(task.first_chunk + transfer.tag)
+                cost = task.costs.get(id(transfer)) or self._receive_cost(task, transfer)
+                cost.channel.announce(task.first_chunk + transfer.tag)
                 continue
             elif kind is programs.Complete:
                 self._complete(command.task)  # type: ignore[union-attr]
@@ -237,13 +239,12 @@ class Lane:
 
     def _encode_chunk(self, task: Collective, transfer: Transfer) -> bool:
         """Encode and send a chunk; return whether that has to wait."""
-        if task.packing is not None:
-            work, encoded = self._encoding(task, transfer), partial(self._sent, task, transfer)
-            if work.idle:
-                code(work, self._cores, self._agenda, encoded)
-                return True
-            if not self._cores.spend(work.busy, encoded):
-                return True
+        work, encoded = self._encoding(task, transfer), partial(self._sent, task, transfer)
+        if work.idle:
+            code(work, self._cores, self._agenda, encoded)
+            return True
+        if not self._cores.spend(work.busy, encoded):
+            return True
         return self._send_chunk(task, transfer)
 
     def _sent(self, task: Collective, transfer: Transfer) -> None:
