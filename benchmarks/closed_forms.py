@@ -1,13 +1,13 @@
 """Closed forms of an iteration: the alpha-beta arithmetic of each strategy's own schedule.
 
 Shared by `scaling.py` and its tests. All workers are equal. Nothing is simulated, so any number of
-workers takes milliseconds. Each form follows the schedule bucket by bucket: what a bucket's exchange
-takes alone, from when on it may begin, and after which other one.
+workers takes milliseconds. Each form follows the schedule bucket by bucket: what the exchange of a
+bucket takes alone, from when on it may begin, and after which other one.
 
-- Ring: DeAR (Zhang et al., 2023), Eqs. 3 and 4: P - 1 rounds in each half. A round takes the longest
-  of a chunk's way to the next worker, the link's time for a block, and the thread's time for it.
-- Doubling: ceil(log2 P) rounds (OMGS-SGD, section II-F; Thakur, Rabenseifner and Gropp 2005, section
-  4.1), with the P - 1 messages of Bruck's variant, whose blocks stay separate here.
+- Ring: DeAR (Zhang et al., 2023), Eqs. 3 and 4: P - 1 rounds in each half. A round takes the
+  longest of a chunk's way to the next worker, the link's time for a block, and the thread's time.
+- Doubling: ceil(log2 P) rounds (OMGS-SGD, section II-F; Thakur, Rabenseifner and Gropp 2005,
+  section 4.1), with the P - 1 messages of Bruck's variant, whose blocks stay separate here.
 - Mesh, and sums in a codec: one round of P - 1 messages (Canary, section 4.2).
 - Schedules: DeAR, Figs. 2 and 3; under backward as in its section II.
 - Servers: Geryon (Wang et al., 2020), section II-A. Bounded staleness: Canary (Zhou et al., 2023),
@@ -458,16 +458,16 @@ def served(setting: Setting, strategy: Strategy, workers: int) -> Iteration:
     assert isinstance(options, Servers), "a strategy with servers"
     servers = options.count or workers
     buckets = buckets_of(setting.model, strategy.plan.fusion())
-    numels, slices, on_busiest, busiest = buckets.numel, 0, 0, 0.0
+    numels, slices, on_busiest, busiest = buckets.numel, 0, 0.0, 0.0
     for numel in numels:
         shards = min(servers, max(1, numel // MIN_SHARD))
-        pieces = -(-(-(-numel // shards)) // options.slice) if options.slice else 1
+        pieces = math.ceil(math.ceil(numel / shards) / options.slice) if options.slice else 1
         slices += shards * pieces
         # Small buckets go to the servers with the least load.
         on_busiest += pieces * shards / servers
         busiest += numel / servers
     largest = max(-(-numel // min(servers, max(1, numel // MIN_SHARD))) for numel in numels)
-    on_busiest, busiest = max(1, math.ceil(on_busiest)), max(busiest, float(largest))
+    on_busiest, busiest = max(1.0, math.ceil(on_busiest)), max(busiest, float(largest))
     byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * options.encrypted
     client_s = 2 * (slices * work.message_s + setting.nbytes * byte_s)
     served_bytes = busiest * ITEMSIZE
@@ -559,8 +559,8 @@ def grouped(setting: Setting, strategy: Strategy, workers: int, size: int) -> It
 def paired(setting: Setting, step_s: float, encrypted: bool) -> Iteration:
     """Return a step with an average of pairs, whose seconds events have found.
 
-    A worker asks or serves once in a step, with any other one, so that nothing grows with the workers;
-    how long requests wait for each other has no closed form.
+    A worker asks or serves once in a step, with any other one, so that nothing grows with the
+    workers; how long requests wait for each other has no closed form.
     """
     work, nbytes = setting.work, setting.nbytes
     byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * encrypted

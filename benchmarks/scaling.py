@@ -4,8 +4,8 @@
     python benchmarks/scaling.py --models bert_base --gbit 100 --latency-us 5 --svg out/scaling.svg
     python benchmarks/scaling.py --rows ring DeAR --most 64     (fewer events: seconds)
 
-Nothing is measured. `closed_forms.py` has the arithmetic of each strategy's schedule, for any number
-of workers. Up to a number of workers that seconds can afford, `wingbeat.simulator` runs the same in
+Nothing is measured. `closed_forms.py` has the arithmetic of each strategy's schedule, for any
+number of workers. Up to a number that seconds can afford, `wingbeat.simulator` runs the same in
 events, with the state machines of a real run, and both are printed side by side. All workers are
 equal, each on a host with one link; copies and updates are an accelerator's, and take no time.
 Efficiency is the iteration of one worker alone by that of all; for averages of models it is that of

@@ -145,7 +145,16 @@ PRESETS: Mapping[str, Preset] = {
     **{
         made.__name__.lower(): made
         for made in (
-            PSGD, TopKSGD, LAGS, MGS, VanillaPS, PartitionedPS, TicTac, P3, Ako, ByteScheduler,
+            PSGD,
+            TopKSGD,
+            LAGS,
+            MGS,
+            VanillaPS,
+            PartitionedPS,
+            TicTac,
+            P3,
+            Ako,
+            ByteScheduler,
         )
     },
 }

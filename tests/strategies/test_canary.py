@@ -906,7 +906,7 @@ def test_canary_with_too_many_workers_for_its_messages_is_refused_unless_synchro
     monkeypatch.setattr("wingbeat.methods.bounded_staleness.exchange.Limits", lambda: limits)
 
     def body(world: Any) -> None:
-        with pytest.raises(UsageError, match="Canary with 2 workers .* above the limit of 200"):
+        with pytest.raises(UsageError, match=r"Canary with 2 workers .* above the limit of 200"):
             made(world, canary(s=2))
         made(world, canary(s=0))
 

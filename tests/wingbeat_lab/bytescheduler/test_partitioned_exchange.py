@@ -151,6 +151,13 @@ def test_bf16_rounds_what_is_sent() -> None:
 # -- failures -----------------------------------------------------------------------------
 
 
+def sum_all(exchange: PartitionedExchange, buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        exchange.start(Operation.ALL_REDUCE, bucket)
+    for bucket in buckets:
+        bucket.settle()
+
+
 def failure(
     rank: int, act: Callable[[Any, PartitionedExchange, list[Bucket]], None], timeout: float = 20.0
 ) -> str:
@@ -165,10 +172,7 @@ def failure(
             act(world, exchange, buckets)
             return ""
         with pytest.raises(PeerError) as caught:
-            for bucket in buckets:
-                exchange.start(Operation.ALL_REDUCE, bucket)
-            for bucket in buckets:
-                bucket.settle()
+            sum_all(exchange, buckets)
         with pytest.raises(PeerError):  # and so do later ones
             exchange.start(Operation.ALL_REDUCE, buckets[0])
         return str(caught.value)
@@ -193,9 +197,7 @@ def post(exchange: PartitionedExchange, record: Partition | Reason) -> None:
         ([Partition(1, 7, 0, 0)], "partition 0 of bucket 0 in round 7; round 0 is due"),
     ],
 )
-def test_a_broken_order_is_refused_and_names_its_sender(
-    named: list[Partition], words: str
-) -> None:
+def test_a_broken_order_is_refused_and_names_its_sender(named: list[Partition], words: str) -> None:
     def act(_world: Any, exchange: PartitionedExchange, _buckets: list[Bucket]) -> None:
         for each in named:
             post(exchange, each)
@@ -217,8 +219,7 @@ def test_an_order_from_another_worker_is_refused() -> None:
             assert done.wait(20)
             return ""
         with pytest.raises(PeerError) as caught:
-            exchange.start(Operation.ALL_REDUCE, buckets[0])
-            buckets[0].settle()
+            sum_all(exchange, buckets[:1])
         done.set()
         return str(caught.value)
 

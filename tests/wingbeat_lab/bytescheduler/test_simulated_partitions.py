@@ -64,7 +64,9 @@ def test_credit_delays_an_urgent_bucket_by_what_is_in_flight(credit: int) -> Non
         for each in ("all_reduce", "update")
     )
     in_flight = all_reduce_s(credit * MB)
-    assert updated - begun == pytest.approx(in_flight + all_reduce_s(MB), abs=1.5 * all_reduce_s(MB))
+    assert updated - begun == pytest.approx(
+        in_flight + all_reduce_s(MB), abs=1.5 * all_reduce_s(MB)
+    )
 
 
 def test_the_latency_of_a_name_passes_beside_that_of_the_first_half() -> None:
