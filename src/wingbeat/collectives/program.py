@@ -411,7 +411,7 @@ class Machine(Generic[T]):
                 yield Idle()
 
     def _may_begin(self) -> bool:
-        """Whether a task is queued, and those in progress have sent their last chunk to the link."""
+        """Whether a task is queued, and those in progress have sent their last chunk to links."""
         active = self._active
         return bool(self._queue) and (
             not active or (not active[-1].unsent and len(active) < self._depth)

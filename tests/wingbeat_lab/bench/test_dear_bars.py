@@ -95,7 +95,7 @@ def test_a_smaller_batch_takes_less_computation_and_sends_as_much(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--rows", "Horovud"], "'Horovud': allowed: DeAR"),
+        (["--rows", "Horovud"], "'Horovud': allowed: ByteScheduler, DeAR"),
         (["--models", "resnet5"], "'resnet50'"),
         (["--workers", "1"], "--workers: allowed are 2 or more"),
         (["--figures", "11", "--batches", "0"], "--batches: 1 or more"),

@@ -104,7 +104,7 @@ def test_help_says_of_each_row_what_it_is() -> None:
     assert "--slow 3=+2x" in shown
     assert "star:4@1gbit,h3@200mbit" in shown
     assert "topksgd: TopK-SGD: the largest of all gradients, sent after backward" in shown
-    assert shown.count("(exact, synchronous)") == 14
+    assert shown.count("(exact, synchronous)") == 15
     assert shown.count("(not exact, synchronous)") == 7
     assert contenders.parse(contenders.COMPOSED).traits.halves
     assert f"as in {contenders.COMPOSED}" in shown
