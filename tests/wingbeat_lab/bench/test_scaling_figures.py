@@ -83,10 +83,11 @@ def test_more_workers_never_shorten_an_iteration_by_more_than_the_error(
     assert found[0] >= 0.999 * own.alone_s
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [name for name in ROWS if name != "AD-PSGD"])
 def test_slower_links_never_shorten_an_iteration_by_more_than_the_error(
     scaling: ModuleType, name: str
 ) -> None:
+    """But for pairs, whose step comes from events."""
     row = row_of(scaling, name)
     for workers in scaling.SIZES:
         slow, late, usual = (
