@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from helpers.amounts import examples
 from helpers.merges import curves, groups, instances, plan_of, profile, work
 from wingbeat.planning import merge
-from wingbeat.planning.costs import ZERO, CostModel, Linear, Workload
+from wingbeat.planning.costs import ZERO, CostModel, Linear, PiecewiseLinear, Workload
 from wingbeat.types import Plan
 
 
@@ -91,3 +92,29 @@ def test_exact_two_phase_label_limit_reports_not_optimal(monkeypatch: pytest.Mon
     )
     assert not proven
     assert sorted(t for bucket in plan.buckets for t in bucket.tensors) == sorted(workload.tensors)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_exact_two_phase_label_limit_no_simple_plan_is_better(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the limit drops every prefix that could end before the simple plans."""
+    rng = random.Random(seed)
+
+    def curve(alpha: float, beta: float) -> PiecewiseLinear:
+        amounts = [4096.0 * 4**step for step in range(7)]
+        noisy = (rng.uniform(0.3, 3) * (alpha + beta * amount) for amount in amounts)
+        return PiecewiseLinear(tuple(amounts), tuple(accumulate(noisy, max)))
+
+    workload = profile("alexnet")
+    workload = replace(workload, nbytes=tuple(0.1 * n for n in workload.numels))
+    alpha, beta = 10 ** rng.uniform(-4, -2), 10 ** rng.uniform(-10, -7)
+    delay = curve(alpha / 3, beta / 3)
+    costs = CostModel(ZERO, curve(alpha, beta), delay, curve(alpha, beta))
+    monkeypatch.setattr(merge, "MAX_LABELS", 1)
+    plan, proven = merge.exact_two_phase(workload, costs)
+    assert not proven
+    least = min(whole_s(each, workload, costs) for each in merge._initial_plans(workload, costs))
+    assert whole_s(plan, workload, costs) <= least * (1 + 1e-9)
+    tensors = sorted(tensor for bucket in plan.buckets for tensor in bucket.tensors)
+    assert tensors == sorted(workload.tensors)

@@ -7,6 +7,7 @@ exchanged; the other functions make plans. The search is in C++, in ``native/src
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -383,8 +384,11 @@ UNLIMITED = 2**63
 MAX_EXHAUSTIVE = 20
 """Most tensors for `exhaustive`; more have too many plans."""
 
-MAX_LABELS = 128
-"""Prefixes that `exact_two_phase` keeps for each position."""
+MAX_LABELS = 32
+"""Prefixes that `exact_two_phase` keeps for each position. For 40 random curves of resnet50 and
+bert_base, on one core of an Intel Xeon, 32 took 0.8 s on average and 128 2.2 s; the plans were
+0.04% longer, 0.5% at worst (2026-11-28).
+"""
 
 _PIVOTS = 16
 
@@ -522,17 +526,19 @@ def exact_two_phase(workload: Workload, costs: CostModel) -> tuple[Plan, bool]:
     so dominated prefixes can be dropped.
 
     The second result is whether the plan is proven optimal. It is not if more than `MAX_LABELS`
-    prefixes remained at a position; then those with the least sums were kept.
+    prefixes remained at a position; then those with the least sums were kept. If none of these
+    ends before the best of some simple plans, the plan is the latter.
     """
     count = len(workload)
     if not count:
         return Plan(()), True
     segments = SegmentCosts(workload, costs)
     optimal, forward = True, FORWARD * segments.ready
-    least = min(
-        predict(plan, workload, costs).finish_s + gather_phase_s(plan, workload, costs)
-        for plan in _initial_plans(workload, costs)
-    )
+    least, simple = math.inf, Plan(())
+    for plan in _initial_plans(workload, costs):
+        whole_s = predict(plan, workload, costs).finish_s + gather_phase_s(plan, workload, costs)
+        if whole_s < least:
+            least, simple = whole_s, plan
     # By position: delay, free links, end of gathers; then the previous position and label.
     labels: list[Floats] = [np.zeros((3, 1))]
     before = [np.zeros((2, 1), dtype=np.int64)]
@@ -565,6 +571,8 @@ def exact_two_phase(workload: Workload, costs: CostModel) -> tuple[Plan, bool]:
             kept, optimal = kept[np.argsort(made[:, kept].sum(axis=0))[:MAX_LABELS]], False
         labels.append(made[:, kept])
         before.append(origin[:, kept])
+    if not labels[count].size:  # prefixes that were dropped had the only ends by `least`
+        return simple, False
     place = int(np.argmin(labels[count][1] + labels[count][2]))
     stops, stop = [], count
     while stop:
