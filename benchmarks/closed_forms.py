@@ -253,7 +253,9 @@ class Half:
         hidden = self.add and self.block.count > 1 and not self.block.encode_s
         if not hidden:
             carried_s += latency_s + others * self._take_s
-        return Part(max(thread_s, carried_s), latency_s, latency_s, others * self._link_s, thread_s)
+        # The next round begins once the thread is free: of a latency, what carrying is longer.
+        rest_s = min(latency_s, max(0.0, carried_s - thread_s))
+        return Part(max(thread_s, carried_s), rest_s, latency_s, others * self._link_s, thread_s)
 
     def hierarchical(self, inside: int) -> Part:
         """Return sums in hosts of ``inside`` workers, then a ring of hosts, or the reverse."""

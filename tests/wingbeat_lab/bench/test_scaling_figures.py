@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -71,22 +70,18 @@ def test_closed_form_follows_other_links(
     assert abs(form / events - 1) <= scaling.WITHIN
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "servers"])
-def test_more_workers_never_shorten_an_iteration_by_more_than_the_error(
+@pytest.mark.parametrize("name", ROWS)
+def test_eight_times_as_many_workers_never_shorten_an_iteration(
     scaling: ModuleType, name: str
 ) -> None:
-    """But for a server on each worker, whose parts are even for some numbers only."""
     row, own = row_of(scaling, name), setting(scaling)
-    found = [row.form(own, row.strategy, n).seconds for n in scaling.points(row.per_host)]
-    least = 1 - scaling.WITHIN
-    assert all(later > least * earlier for earlier, later in itertools.pairwise(found))
+    found = [row.form(own, row.strategy, n).seconds for n in scaling.SIZES]
+    assert found == sorted(found)
     assert found[0] >= 0.999 * own.alone_s
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "AD-PSGD"])
-def test_slower_links_never_shorten_an_iteration_by_more_than_the_error(
-    scaling: ModuleType, name: str
-) -> None:
+def test_slower_links_never_shorten_an_iteration(scaling: ModuleType, name: str) -> None:
     """But for pairs, whose step comes from events."""
     row = row_of(scaling, name)
     for workers in scaling.SIZES:
@@ -98,7 +93,7 @@ def test_slower_links_never_shorten_an_iteration_by_more_than_the_error(
                 setting(scaling),
             )
         )
-        assert min(slow, late) >= (1 - scaling.WITHIN) * usual
+        assert min(slow, late) >= usual
 
 
 def test_ring_grows_by_two_latencies_for_each_worker_and_bucket(scaling: ModuleType) -> None:
