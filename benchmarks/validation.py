@@ -203,12 +203,12 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
     for config in itertools.chain(*configs.values()):
         config.check()  # refuse what cannot be measured before anything is
     began = time.monotonic()
-    machine = asdict(costs.measure())
+    machine = functools.cache(lambda: asdict(costs.measure()))
     for number, (model, setting) in enumerate(pairs, 1):
         cell = known.get((model, setting))
         wanted = [text for config in configs[model, setting] for text in config.strategies]
         if cell is None or [row["strategy"] for row in cell["rows"]] != wanted:
-            cell = measured(model, setting, configs[model, setting], machine)
+            cell = measured(model, setting, configs[model, setting], machine())
         report["cells"].append(cell)
         write(args.json, report)
         passed = time.monotonic() - began
