@@ -85,6 +85,10 @@ class Collectives:
         self._staged: dict[Topology, Collectives] = {}  # those on the host, by topology
         self._two_level: TwoLevel | None = None
 
+    def in_few_rounds(self) -> Collectives:
+        """Return collectives on the same links along the topology of small payloads."""
+        return Collectives(self.world, in_few_rounds(self._topology))
+
     def sum_inside_hosts(self, device: torch.device) -> None:
         """Have the device's process group of torch sum tensors inside each host, where it can.
 

@@ -395,8 +395,7 @@ def measure_links(
 
     def measure(name: str, world: World) -> LinkFit:
         alone = topologies.get(topology).spans_links and world is not whole
-        ring = topologies.fitted("ring", world.layout, len(world.links))
-        gathering = Collectives(world, topologies.in_few_rounds(ring))
+        gathering = Collectives(world).in_few_rounds()
         reducing = Collectives(world, "ring" if alone else topology)
 
         def gather(nbytes: int) -> Operation:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from wingbeat import topologies
 from wingbeat.collectives import Collectives
 from wingbeat.errors import UsageError
 from wingbeat.integrations.process_group.connections import (
@@ -129,9 +128,8 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
         else:
             self._world = self._connections.open_default()
         self._where = str(self._world.group or "the default group")
-        ring = topologies.fitted("ring", self._world.layout, len(self._world.links))
-        self._ring = Collectives(self._world, ring)
-        self._short = Collectives(self._world, topologies.in_few_rounds(ring))
+        self._ring = Collectives(self._world)
+        self._short = self._ring.in_few_rounds()
         self._exchanges, self._barriers = itertools.count(), itertools.count()
         self._unsettled: set[Work] = set()
         self._kept: deque[Work] = deque(maxlen=_KEPT_WORKS)
