@@ -9,6 +9,7 @@ from wingbeat import topologies
 from wingbeat.errors import UsageError
 from wingbeat.settings import Settings
 from wingbeat.traits import WHOLE, ExchangePart
+from wingbeat_lab.divided import check_divided
 
 if TYPE_CHECKING:
     from wingbeat.engine.context import BuildContext
@@ -59,17 +60,7 @@ class Partial(Settings, ExchangePart):
 
     def check(self, strategy: Strategy) -> None:
         """Raise a `UsageError` for parts that partial exchange does not support."""
-        where = f"Strategy(exchange={self!r}"
-        if strategy.codec is not None:
-            raise UsageError(
-                f"{where}, compression={strategy.codec!r}): parts of gradients travel as they "
-                'are, or rounded; allowed: "fp32", "bf16", or a topology as the exchange'
-            )
-        if strategy.plan.merging() is not None:
-            raise UsageError(
-                f"{where}, plan={strategy.plan!r}): layers are merged by what whole all-reduces "
-                "cost; allowed: another plan, such as FixedBuckets(), or a topology as the exchange"
-            )
+        check_divided(self, strategy, "parts of gradients", "FixedBuckets()")
 
     def build(self, context: BuildContext) -> Runtime:
         """Make a runtime that sends parts of gradients; a `UsageError` for LBFGS."""

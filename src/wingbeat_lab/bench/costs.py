@@ -134,7 +134,7 @@ def alone_of(checked: Checked, iteration_s: float, cpu_s: Sequence[float]) -> Al
     return Alone(
         layers=len(profile.layers),
         parameters=len(specs),
-        nbytes=4 * sum(spec.numel for spec in specs),
+        nbytes=profile.nbytes,
         computed_s=sum(computed),
         iteration_s=iteration_s,
         cpu_s=statistics.fmean(cpu_s),

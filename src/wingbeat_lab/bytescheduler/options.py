@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from wingbeat import topologies
-from wingbeat.errors import UsageError
 from wingbeat.settings import SIZE, Settings
 from wingbeat.traits import ONCE, ExchangePart
+from wingbeat_lab.divided import check_divided
 
 if TYPE_CHECKING:
     from wingbeat.engine.context import BuildContext
@@ -67,17 +67,7 @@ class Partitioned(Settings, ExchangePart):
 
     def check(self, strategy: Strategy) -> None:
         """Raise a `UsageError` for parts that partitions do not support."""
-        where = f"Strategy(exchange={self!r}"
-        if strategy.codec is not None:
-            raise UsageError(
-                f"{where}, compression={strategy.codec!r}): partitions travel as they are, or "
-                'rounded; allowed: "fp32", "bf16", or a topology as the exchange'
-            )
-        if strategy.plan.merging() is not None:
-            raise UsageError(
-                f"{where}, plan={strategy.plan!r}): layers are merged by what whole all-reduces "
-                "cost; allowed: another plan, such as PerTensor(), or a topology as the exchange"
-            )
+        check_divided(self, strategy, "partitions", "PerTensor()")
 
     def build(self, context: BuildContext) -> Runtime:
         """Make a runtime that all-reduces partitions in the order of rank 0."""
