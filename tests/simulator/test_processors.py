@@ -72,3 +72,29 @@ def test_spent_time_waits_for_a_processor() -> None:
     assert not cores.spend(1.0, lambda: over.append(agenda.now))
     agenda.run()
     assert over == pytest.approx([2.0, 3.0], abs=2 * SLICE_S)
+
+
+def test_more_work_at_once_has_the_rest_of_the_slice() -> None:
+    agenda, over = Agenda(), list[tuple[str, float]]()
+    cores = Cores(agenda, 1)
+
+    def again(left: int) -> None:
+        over.append(("many", agenda.now / SLICE_S))
+        if left:
+            cores.work(0.4 * SLICE_S, lambda: again(left - 1))
+
+    cores.work(0.4 * SLICE_S, lambda: again(3))
+    cores.work(0.5 * SLICE_S, lambda: over.append(("other", agenda.now / SLICE_S)))
+    agenda.run()
+    assert [name for name, _ in over] == ["many", "many", "other", "many", "many"]
+    assert [when for _, when in over] == pytest.approx([0.4, 0.8, 1.5, 1.7, 2.1])
+
+
+def test_a_processor_passes_on_when_work_at_once_ends() -> None:
+    agenda, over = Agenda(), list[float]()
+    cores = Cores(agenda, 1)
+    cores.work(0.25 * SLICE_S, lambda: over.append(agenda.now / SLICE_S))
+    cores.work(0.25 * SLICE_S, lambda: over.append(agenda.now / SLICE_S))
+    agenda.at(SLICE_S, lambda: cores.work(SLICE_S, lambda: over.append(agenda.now / SLICE_S)))
+    agenda.run()
+    assert over == pytest.approx([0.25, 0.5, 2.0])

@@ -72,13 +72,14 @@ def _costs(model: Model, strategy: Strategy, prepare: Prepare) -> CostModel:
 
 
 def _alone(spec: TensorSpec, operation: Operation, prepare: Prepare) -> tuple[float, float]:
-    """Return the seconds to encode and to exchange a bucket of one tensor, and nothing else."""
+    """Return the seconds to encode a bucket of one tensor, and to start and exchange it."""
     agenda = Agenda()
     parameters = (((spec.name, spec.shape),),)
     buckets = Buckets(
         (0,), (1,), (spec.numel,), (0,), (False,), LayerPositions((1,), 1), parameters
     )
-    exchanges = prepare(agenda, buckets).collectives().workers
+    context = prepare(agenda, buckets)
+    exchanges = context.collectives().workers
     ended = [0.0]
     for each in exchanges:
         each.start(operation, 0, chained=False)
@@ -86,4 +87,4 @@ def _alone(spec: TensorSpec, operation: Operation, prepare: Prepare) -> tuple[fl
             part.when_over(lambda: ended.append(agenda.now))
     encoded_s = exchanges[0].before(operation, 0).seconds
     agenda.run()
-    return encoded_s, max(ended) + exchanges[0].after(0).seconds
+    return encoded_s, context.work.start_s + max(ended) + exchanges[0].after(0).seconds

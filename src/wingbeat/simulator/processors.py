@@ -20,11 +20,15 @@ class Busy(float):
 
 
 class Cores:
-    """Processors that threads have in turn, for a slice each; None: each thread has its own."""
+    """Processors that threads have in turn, for a slice each; None: each thread has its own.
+
+    A thread that has more work at once keeps its processor until its slice ends.
+    """
 
     def __init__(self, agenda: Agenda, count: int | None = None) -> None:
         self._agenda, self._free = agenda, count
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
+        self._slice_left = 0.0  # of the thread whose work is over, and that may have more
 
     @property
     def unlimited(self) -> bool:
@@ -36,7 +40,8 @@ class Cores:
 
         The work is done then. Otherwise ``over`` is called when it is.
         """
-        if self._free != 0 and self._agenda.skip(self._agenda.now + seconds):
+        alone = self._free != 0 or (self._slice_left and not self._waiting)
+        if alone and self._agenda.skip(self._agenda.now + seconds):
             return True
         self.work(seconds, over)
         return False
@@ -45,24 +50,31 @@ class Cores:
         """Call ``over`` when ``seconds`` of work are done."""
         if self._free is None or not seconds:
             self._agenda.at(self._agenda.now + seconds, over)
+        elif self._slice_left:
+            left, self._slice_left = self._slice_left, 0.0
+            self._run(seconds, over, left)
         elif self._free:
             self._free -= 1
             self._run(seconds, over)
         else:
             self._waiting.append((seconds, over))
 
-    def _run(self, seconds: float, over: Callable[[], None]) -> None:
-        """Have a processor for a slice."""
-        now = min(seconds, SLICE_S)
-        self._agenda.at(self._agenda.now + now, lambda: self._ran(seconds - now, over))
+    def _run(self, seconds: float, over: Callable[[], None], most_s: float = SLICE_S) -> None:
+        """Have a processor for a slice, or the rest of one."""
+        now = min(seconds, most_s)
+        self._agenda.at(self._agenda.now + now, lambda: self._ran(seconds - now, over, most_s - now))
 
-    def _ran(self, left: float, over: Callable[[], None]) -> None:
+    def _ran(self, left: float, over: Callable[[], None], slice_left: float) -> None:
         if left:
             self._waiting.append((left, over))
+        else:
+            self._slice_left = slice_left
+            over()
+            if slice_left and not self._slice_left:
+                return  # it has more work
+            self._slice_left = 0.0
         if self._waiting:
             self._run(*self._waiting.popleft())
         else:
             assert self._free is not None, "they are counted"
             self._free += 1
-        if not left:
-            over()
