@@ -62,7 +62,9 @@ class Cores:
     def _run(self, seconds: float, over: Callable[[], None], most_s: float = SLICE_S) -> None:
         """Have a processor for a slice, or the rest of one."""
         now = min(seconds, most_s)
-        self._agenda.at(self._agenda.now + now, lambda: self._ran(seconds - now, over, most_s - now))
+        self._agenda.at(
+            self._agenda.now + now, lambda: self._ran(seconds - now, over, most_s - now)
+        )
 
     def _ran(self, left: float, over: Callable[[], None], slice_left: float) -> None:
         if left:

@@ -3,7 +3,8 @@
 Processors differ, and so does one processor by its state: a thread that has slept finds its caches
 cold, and a virtual machine's processor that was idle resumes slowly. Both cost a paced model, which
 sleeps after each layer, more than its operations take in a loop. So costs are measured where they
-arise, before rows are predicted: on two workers that train alone, with few bytes and with many.
+arise, before rows are predicted: on two workers that train alone, and with two servers, with few
+bytes and with many.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
+from wingbeat.methods.parameter_server.options import Servers
+from wingbeat.methods.parameter_server.slicing import RequestPlanner
+from wingbeat.simulator.mailbox import LIMITS
+from wingbeat.simulator.model import ITEMSIZE, buckets_of
+from wingbeat_lab import paced
 from wingbeat_lab.bench import runner
 from wingbeat_lab.bench.config import BenchConfig, Checked
-from wingbeat_lab.bench.results import WORKER
+from wingbeat_lab.bench.results import SERVER, WORKER
 
 SMALL, LARGE = "paced:resnet50@0.01", "paced:resnet50@0.2"
-"""Models that train alone: two points of each line in bytes."""
+"""Models of two sizes: two points of each line in bytes."""
 
 ITERATIONS, WARMUP = 8, 2
 
@@ -36,12 +42,14 @@ class Costs:
         launch_s: seconds for each layer in forward and each parameter in backward.
         update_s: seconds for each parameter updated.
         update_s_per_byte: seconds for each of its bytes.
+        message_s: seconds for each message that a client or server sends or receives.
         cold: time of an operation on memory after a sleep, over that of the same operation before.
     """
 
     launch_s: float
     update_s: float
     update_s_per_byte: float
+    message_s: float
     cold: float
 
 
@@ -71,12 +79,28 @@ class Alone:
         return max(0.0, self.iteration_s - self.computed_s)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a parameter server does in an iteration.
+
+    Attributes:
+        messages: that it receives and sends.
+        nbytes: of these messages.
+        cpu_s: CPU seconds.
+    """
+
+    messages: float
+    nbytes: float
+    cpu_s: float
+
+
 def measure() -> Costs:
-    """Measure the costs of this machine, in about 20 seconds."""
-    return costs_of(_alone(SMALL), _alone(LARGE), cold())
+    """Measure the costs of this machine, in about 40 seconds."""
+    (small, few), (large, many) = _measure(SMALL), _measure(LARGE)
+    return costs_of(small, large, message_s(few, many), cold())
 
 
-def costs_of(small: Alone, large: Alone, cold: float) -> Costs:
+def costs_of(small: Alone, large: Alone, message_s: float, cold: float) -> Costs:
     """Return the costs of which the iterations of two models of different size consist.
 
     Raises:
@@ -92,8 +116,16 @@ def costs_of(small: Alone, large: Alone, cold: float) -> Costs:
         launch_s=launched / (small.layers + small.parameters),
         update_s=fixed / small.parameters,
         update_s_per_byte=per_byte,
+        message_s=message_s,
         cold=cold,
     )
+
+
+def message_s(few: Served, many: Served) -> float:
+    """Return a server's seconds for each message, without its bytes."""
+    # CPU seconds are messages * message_s + nbytes * s_per_byte, in both cases.
+    both = few.messages * many.nbytes - many.messages * few.nbytes
+    return max(0.0, (few.cpu_s * many.nbytes - many.cpu_s * few.nbytes) / both)
 
 
 def cold() -> float:
@@ -110,18 +142,23 @@ def cold() -> float:
     return max(1.0, after / warm)
 
 
-def _alone(model: str) -> Alone:
+def _measure(model: str) -> tuple[Alone, Served]:
     config = BenchConfig(
         lab="star:2@10gbit",
         model=model,
-        strategies=("single",),
+        strategies=("single", "geryon"),
         measure=False,
         iterations=ITERATIONS,
         rounds=1,
         warmup=WARMUP,
     )
-    run = runner.run(config, command=["wingbeat_lab.bench.costs"]).report.to_json()["runs"][0]
-    return alone_of(config.check(), run["typical_s"], run["cpu_s_per_iteration"][WORKER])
+    runs = runner.run(config, command=["wingbeat_lab.bench.costs"]).report.to_json()["runs"]
+    alone, served = (run["cpu_s_per_iteration"] for run in runs)
+    checked = config.check()
+    return (
+        alone_of(checked, runs[0]["typical_s"], alone[WORKER]),
+        served_of(checked, served[SERVER]),
+    )
 
 
 def alone_of(checked: Checked, iteration_s: float, cpu_s: Sequence[float]) -> Alone:
@@ -137,5 +174,27 @@ def alone_of(checked: Checked, iteration_s: float, cpu_s: Sequence[float]) -> Al
         nbytes=profile.nbytes,
         computed_s=sum(computed),
         iteration_s=iteration_s,
+        cpu_s=statistics.fmean(cpu_s),
+    )
+
+
+def served_of(checked: Checked, cpu_s: Sequence[float]) -> Served:
+    """Return what each server of a config's last row did, which took so many CPU seconds each."""
+    strategy, profile = checked.rows[-1].strategy, checked.model.profile
+    assert strategy is not None, "it is a preset"
+    assert isinstance(strategy.exchange, Servers), "it has servers"
+    assert profile is not None, "it is paced"
+    buckets = buckets_of(paced.simulator_model(profile), strategy.plan.fusion())
+    planner = RequestPlanner(strategy.exchange, len(cpu_s), 0)
+    planner.set_buckets(
+        *(buckets.numel, buckets.forward, buckets.fully_connected, buckets.places),
+        LIMITS.message // ITEMSIZE,
+    )
+    # Each worker pushes each slice to its server, and receives its sum.
+    share = 2 * checked.workers / len(cpu_s)
+    slices = planner.slices()
+    return Served(
+        messages=share * len(slices),
+        nbytes=share * ITEMSIZE * sum(map(len, slices)),
         cpu_s=statistics.fmean(cpu_s),
     )

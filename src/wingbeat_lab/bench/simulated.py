@@ -117,8 +117,9 @@ def work_of(
 
     As `wingbeat_lab.bench.pace` slows codecs, whose processors are idle for what is added, but for
     the fixed part of each call. With the prices that a row of the lab has ``found``, codecs have
-    these; else those of the simulator. With the ``costs`` of this machine, training threads have
-    these, and codecs, which sleep after each call, occupy processors for longer by `Costs.cold`.
+    these; else those of the simulator. With the ``costs`` of this machine, training threads
+    and messages have these, and codecs, which sleep after each call, occupy processors for longer
+    by `Costs.cold`.
     """
     factor, work, cold = max(1.0, model.codec_factor), LAB_WORK, 1.0
     if costs is not None:
@@ -128,6 +129,7 @@ def work_of(
             launch_s=costs.launch_s,
             update_s=costs.update_s,
             update_s_per_byte=costs.update_s_per_byte,
+            message_s=costs.message_s,
         )
     work = replace(work, codecs=factor, codecs_idle=max(0.0, 1 - cold / factor))
     return work if not found else replace(work, prices=_prices(found, model.stretch))
