@@ -98,3 +98,22 @@ def test_a_processor_passes_on_when_work_at_once_ends() -> None:
     agenda.at(SLICE_S, lambda: cores.work(SLICE_S, lambda: over.append(agenda.now / SLICE_S)))
     agenda.run()
     assert over == pytest.approx([0.25, 0.5, 2.0])
+
+
+@pytest.mark.parametrize("start", ["work", "spend"])
+def test_a_thread_that_wakes_an_idle_processor_takes_longer(start: str) -> None:
+    agenda, over = Agenda(), list[float]()
+    cores = Cores(agenda, 1, wake_s=0.25 * SLICE_S)
+
+    def begin(seconds: float, woken: bool) -> None:
+        def ended() -> None:
+            over.append(agenda.now / SLICE_S)
+
+        if getattr(cores, start)(seconds, ended, woken):
+            ended()
+
+    agenda.at(0.0, lambda: begin(0.5 * SLICE_S, True))
+    agenda.at(0.5 * SLICE_S, lambda: begin(0.5 * SLICE_S, True))  # the processor is busy
+    agenda.at(2.0 * SLICE_S, lambda: begin(0.5 * SLICE_S, False))
+    agenda.run()
+    assert over == pytest.approx([0.75, 1.25, 2.5])

@@ -96,6 +96,11 @@ SLACK_S = 0.5e-3
 `Work.launch_s`: the device has operations in its queue. It is that of paced models.
 """
 
+SHORTEST_WAIT_S = 0.2e-3
+"""Seconds. With `Work.launch_s`, a shorter wait for the device is added to the next, as in paced
+models.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -113,6 +118,7 @@ class Work:
             stays on a host takes the time of `wingbeat.simulator.network.LOCAL`, sums included.
         add_s_per_byte: the same thread, and a server, for each byte added to a sum.
         fill_s_per_byte: training thread, for each gradient byte copied into a bucket.
+        wake_s: each thread, when it goes on after a wait and its processor was idle.
         hook_s: training thread, for each gradient that is ready.
         start_s: the same, for each operation on a bucket that it starts.
         launch_s: training thread, for each layer in forward and each parameter in backward, while
@@ -140,6 +146,7 @@ class Work:
     wire_s_per_byte: float = 0.23e-9
     add_s_per_byte: float = 0.15e-9
     fill_s_per_byte: float = 0.1e-9
+    wake_s: float = 0.0
     hook_s: float = 0.0
     start_s: float = 0.0
     launch_s: float = 0.0

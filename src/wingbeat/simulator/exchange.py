@@ -158,7 +158,7 @@ class Lane:
         self._peers: dict[tuple[int, int], _Peer] = {}
         self._costs: dict[tuple[int, float], tuple[Program, dict[int, _Cost]]] = {}
         self._receiving: _Cost | None = None
-        self._resting = True
+        self._resting, self._woken = True, False
         self._submitted = 0
         # Bound once, as they are passed with each chunk.
         self._resume, self._arriving = self._go, self._await_arrival
@@ -177,7 +177,7 @@ class Lane:
         self._submitted += 1
         self._machine.submit(exchange)
         if self._resting:
-            self._resting = False
+            self._resting, self._woken = False, True
             self._agenda.at(self._agenda.now, self._resume)
         return exchange
 
@@ -230,7 +230,7 @@ class Lane:
         elif self._cores.unlimited:
             self._agenda.at(when + cost.seconds, self._resume)
         else:
-            self._agenda.at(when, partial(self._cores.work, cost.seconds, self._resume))
+            self._agenda.at(when, partial(self._cores.work, cost.seconds, self._resume, woken=True))
 
     def _decode(self, work: Slowed, seconds: float) -> None:
         """Decode a chunk, and receive it in so many seconds."""
@@ -255,7 +255,8 @@ class Lane:
         """Send a chunk; return whether that has to wait."""
         cost = task.costs.get(id(transfer)) or self._send_cost(task, transfer)
         cost.channel.send(task.first_chunk + transfer.tag, cost.nbytes)
-        return not self._cores.spend(cost.seconds, self._resume)
+        woken, self._woken = self._woken, False
+        return not self._cores.spend(cost.seconds, self._resume, woken)
 
     def _known_costs(self, program: Program, itemsize: float) -> dict[int, _Cost]:
         """Return the costs of a program's transfers so far, by their identity."""

@@ -22,11 +22,12 @@ class Busy(float):
 class Cores:
     """Processors that threads have in turn, for a slice each; None: each thread has its own.
 
-    A thread that has more work at once keeps its processor until its slice ends.
+    A thread that has more work at once keeps its processor until its slice ends. One that has
+    waited, and wakes an idle processor, has ``wake_s`` more seconds of work.
     """
 
-    def __init__(self, agenda: Agenda, count: int | None = None) -> None:
-        self._agenda, self._free = agenda, count
+    def __init__(self, agenda: Agenda, count: int | None = None, wake_s: float = 0.0) -> None:
+        self._agenda, self._free, self._wake_s = agenda, count, wake_s
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
         self._slice_left = 0.0  # of the thread whose work is over, and that may have more
 
@@ -35,19 +36,24 @@ class Cores:
         """Whether each thread has a processor."""
         return self._free is None
 
-    def spend(self, seconds: float, over: Callable[[], None]) -> bool:
+    def spend(self, seconds: float, over: Callable[[], None], woken: bool = False) -> bool:
         """Work, as the last thing that an action does; return True if nothing is due meanwhile.
 
-        The work is done then. Otherwise ``over`` is called when it is.
+        The work is done then. Otherwise ``over`` is called when it is. ``woken``: the thread has
+        waited before.
         """
+        if woken and self._free and not self._slice_left:
+            seconds += self._wake_s
         alone = self._free != 0 or (self._slice_left and not self._waiting)
         if alone and self._agenda.skip(self._agenda.now + seconds):
             return True
         self.work(seconds, over)
         return False
 
-    def work(self, seconds: float, over: Callable[[], None]) -> None:
-        """Call ``over`` when ``seconds`` of work are done."""
+    def work(self, seconds: float, over: Callable[[], None], woken: bool = False) -> None:
+        """Call ``over`` when ``seconds`` of work are done; ``woken`` as in `spend`."""
+        if woken and self._free and not self._slice_left:
+            seconds += self._wake_s
         if self._free is None or not seconds:
             self._agenda.at(self._agenda.now + seconds, over)
         elif self._slice_left:

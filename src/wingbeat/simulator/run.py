@@ -35,7 +35,15 @@ from wingbeat.schedules.events import (
 )
 from wingbeat.schedules.intents import Answer, Intent
 from wingbeat.simulator.agenda import Agenda
-from wingbeat.simulator.cluster import SLACK_S, Coding, Links, Traffic, Work, coding_of
+from wingbeat.simulator.cluster import (
+    SHORTEST_WAIT_S,
+    SLACK_S,
+    Coding,
+    Links,
+    Traffic,
+    Work,
+    coding_of,
+)
 from wingbeat.simulator.codecs import Slowed
 from wingbeat.simulator.exchange import Collectives, Exchange, SimulationContext, Waitable
 from wingbeat.simulator.merging import merged_buckets
@@ -92,6 +100,7 @@ class Worker:
         self.ends: list[float] = []
         self.waited: list[float] = []
         self._waited_s = 0.0
+        self._slept = False  # since it last had a processor
         self._thread: Iterator[Pause] = iter(())
 
     def begin(self, iterations: int) -> None:
@@ -109,14 +118,19 @@ class Worker:
     def _advance(self) -> None:
         for pause in self._thread:
             if isinstance(pause, Busy):
-                if pause > 0 and not self._cores.spend(pause, self._advance):
-                    return
+                if pause > 0:
+                    woken, self._slept = self._slept, False
+                    if not self._cores.spend(pause, self._advance, woken):
+                        return
             elif isinstance(pause, (int, float)):
                 after = self._agenda.now + pause
-                if pause > 0 and not self._agenda.skip(after):
-                    self._agenda.at(after, self._advance)
-                    return
+                if pause > 0:
+                    self._slept = True
+                    if not self._agenda.skip(after):
+                        self._agenda.at(after, self._advance)
+                        return
             elif not pause.over:
+                self._slept = True
                 pause.when_over(partial(self._waited, self._agenda.now))
                 return
 
@@ -149,8 +163,18 @@ class Worker:
             self._due = max(self._due, self._agenda.now - late)
         yield Busy(launch_s)
         self._due += seconds
-        yield max(0.0, self._due - self._agenda.now)
+        yield from self._await_device(SHORTEST_WAIT_S)
+
+    def _await_device(self, shortest_s: float) -> Iterator[Pause]:
+        ahead_s = self._due - self._agenda.now
+        if ahead_s > shortest_s:
+            yield ahead_s
         self._left = self._agenda.now
+
+    def _settle(self) -> Iterator[Pause]:
+        """Wait for the device at the end of a pass."""
+        if self._work.launch_s:
+            yield from self._await_device(0.0)
 
     def _forward(self) -> Iterator[Pause]:
         self._due = self._left = self._agenda.now
@@ -160,6 +184,7 @@ class Worker:
                 yield from self._notify(ParametersNeeded(tuple(needed)))
                 yield from self._exchange_inside(Operation.ALL_GATHER, number)
             yield from self._compute(layer.forward_s * self._slow, self._work.launch_s)
+        yield from self._settle()
 
     def _backward(self) -> Iterator[Pause]:
         self._due = self._left = self._agenda.now
@@ -179,6 +204,7 @@ class Worker:
                 share = seconds * numel / sum(sizes.values())
                 yield from self._compute(share, self._work.launch_s)
                 yield from self._filled(tensor)
+        yield from self._settle()
         yield from self._notify(BackwardEnds())
 
     def _filled(self, tensor: int) -> Iterator[Pause]:
@@ -515,8 +541,8 @@ class _Job:
         """Return those of each host."""
         count = len(self.layout.hosts)
         if self.one_machine:
-            return [Cores(agenda, self.cores)] * count
-        return [Cores(agenda, self.cores) for _ in range(count)]
+            return [Cores(agenda, self.cores, self.work.wake_s)] * count
+        return [Cores(agenda, self.cores, self.work.wake_s) for _ in range(count)]
 
     def _worker(
         self,

@@ -1,10 +1,11 @@
 """What the work of a lab's workers costs on this machine's processors.
 
-Processors differ, and so does one processor by its state: a thread that has slept finds its caches
-cold, and a virtual machine's processor that was idle resumes slowly. Both cost a paced model, which
-sleeps after each layer, more than its operations take in a loop. So costs are measured where they
-arise, before rows are predicted: on two workers that train alone, and with two servers, with few
-bytes and with many.
+Processors differ, and so does one processor by its state: one that was idle resumes slowly, above
+all in a virtual machine, and a thread that has slept finds its caches cold. Both cost a paced
+model, which sleeps after most layers, more than its operations take in a loop. So costs are
+measured where they arise, before rows are predicted: on two workers that train alone, and with
+parameter servers, with few bytes and with many, and once with so little time for layers that
+threads hardly sleep.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,11 +26,18 @@ from wingbeat_lab import paced
 from wingbeat_lab.bench import runner
 from wingbeat_lab.bench.config import BenchConfig, Checked
 from wingbeat_lab.bench.results import SERVER, WORKER
+from wingbeat_lab.paced.model import SHORTEST_SLEEP
 
 SMALL, LARGE = "paced:resnet50@0.01", "paced:resnet50@0.2"
 """Models of two sizes: two points of each line in bytes."""
 
-ITERATIONS, WARMUP = 8, 2
+ITERATIONS, WARMUP = 16, 2
+"""CPU seconds of processes are counted in steps of 10 ms: many iterations are needed."""
+
+HURRIED, MANY = 0.02, 100
+"""Factor of the layers' times with which workers hardly sleep, and iterations; links are faster,
+too.
+"""
 
 SLEPT_S, TURNS, COPIED = 1e-3, 400, 250_000
 """Seconds of sleep before half of the calls, pairs of calls, and elements of a call: 1 MB."""
@@ -40,6 +49,7 @@ class Costs:
 
     Attributes:
         launch_s: seconds for each layer in forward and each parameter in backward.
+        wake_s: seconds for each time that a thread goes on after a wait, on an idle processor.
         update_s: seconds for each parameter updated.
         update_s_per_byte: seconds for each of its bytes.
         message_s: seconds for each message that a client or server sends or receives.
@@ -47,6 +57,7 @@ class Costs:
     """
 
     launch_s: float
+    wake_s: float
     update_s: float
     update_s_per_byte: float
     message_s: float
@@ -62,6 +73,7 @@ class Alone:
         parameters: of the model.
         nbytes: of all parameters.
         computed_s: seconds of forward and backward.
+        sleeps: of the emulated device in forward and backward.
         iteration_s: seconds of an iteration.
         cpu_s: CPU seconds of an iteration.
     """
@@ -70,6 +82,7 @@ class Alone:
     parameters: int
     nbytes: int
     computed_s: float
+    sleeps: int
     iteration_s: float
     cpu_s: float
 
@@ -95,12 +108,20 @@ class Served:
 
 
 def measure() -> Costs:
-    """Measure the costs of this machine, in about 40 seconds."""
-    (small, few), (large, many) = _measure(SMALL), _measure(LARGE)
-    return costs_of(small, large, message_s(few, many), cold())
+    """Measure the costs of this machine, in about a minute."""
+    small, large = (_measure(model) for model in (SMALL, LARGE))
+    few, many = (_measure(model, HURRIED).served for model in (SMALL, LARGE))
+    return costs_of(small.alone, large.alone, messages_of(small.served, few, many), cold())
 
 
-def costs_of(small: Alone, large: Alone, message_s: float, cold: float) -> Costs:
+class Messages(NamedTuple):
+    """What messages cost a server, see `Costs`."""
+
+    message_s: float
+    wake_s: float
+
+
+def costs_of(small: Alone, large: Alone, messages: Messages, cold: float) -> Costs:
     """Return the costs of which the iterations of two models of different size consist.
 
     Raises:
@@ -111,21 +132,30 @@ def costs_of(small: Alone, large: Alone, message_s: float, cold: float) -> Costs
     per_byte = (large.updated_s - small.updated_s) / (large.nbytes - small.nbytes)
     per_byte = max(0.0, per_byte)
     fixed = max(0.0, small.updated_s - small.nbytes * per_byte)
-    launched = max(0.0, small.cpu_s - small.updated_s)
+    launched = max(0.0, small.cpu_s - small.updated_s - small.sleeps * messages.wake_s)
     return Costs(
         launch_s=launched / (small.layers + small.parameters),
+        wake_s=messages.wake_s,
         update_s=fixed / small.parameters,
         update_s_per_byte=per_byte,
-        message_s=message_s,
+        message_s=messages.message_s,
         cold=cold,
     )
 
 
-def message_s(few: Served, many: Served) -> float:
-    """Return a server's seconds for each message, without its bytes."""
+def messages_of(small: Served, few: Served, many: Served) -> Messages:
+    """Return what messages cost a server.
+
+    Args:
+        small: of a model; the server waits before each message that it receives.
+        few: of the same model in a hurry: the server waits seldom.
+        many: of a larger model in a hurry.
+    """
     # CPU seconds are messages * message_s + nbytes * s_per_byte, in both cases.
     both = few.messages * many.nbytes - many.messages * few.nbytes
-    return max(0.0, (few.cpu_s * many.nbytes - many.cpu_s * few.nbytes) / both)
+    message_s = (few.cpu_s * many.nbytes - many.cpu_s * few.nbytes) / both
+    waits = small.messages / 2  # the other half are answers
+    return Messages(max(0.0, message_s), max(0.0, (small.cpu_s - few.cpu_s) / waits))
 
 
 def cold() -> float:
@@ -142,20 +172,26 @@ def cold() -> float:
     return max(1.0, after / warm)
 
 
-def _measure(model: str) -> tuple[Alone, Served]:
+class _Measured(NamedTuple):
+    alone: Alone
+    served: Served
+
+
+def _measure(model: str, stretch: float = 1.0) -> _Measured:
     config = BenchConfig(
         lab="star:2@10gbit",
         model=model,
         strategies=("single", "geryon"),
         measure=False,
-        iterations=ITERATIONS,
+        iterations=ITERATIONS if stretch == 1.0 else MANY,
         rounds=1,
         warmup=WARMUP,
+        stretch=stretch,
     )
     runs = runner.run(config, command=["wingbeat_lab.bench.costs"]).report.to_json()["runs"]
     alone, served = (run["cpu_s_per_iteration"] for run in runs)
     checked = config.check()
-    return (
+    return _Measured(
         alone_of(checked, runs[0]["typical_s"], alone[WORKER]),
         served_of(checked, served[SERVER]),
     )
@@ -173,6 +209,7 @@ def alone_of(checked: Checked, iteration_s: float, cpu_s: Sequence[float]) -> Al
         parameters=len(specs),
         nbytes=profile.nbytes,
         computed_s=sum(computed),
+        sleeps=sleeps_of(profile, checked.model.stretch),
         iteration_s=iteration_s,
         cpu_s=statistics.fmean(cpu_s),
     )
@@ -198,3 +235,22 @@ def served_of(checked: Checked, cpu_s: Sequence[float]) -> Served:
         nbytes=share * ITEMSIZE * sum(map(len, slices)),
         cpu_s=statistics.fmean(cpu_s),
     )
+
+
+def sleeps_of(profile: paced.Profile, stretch: float) -> int:
+    """Return how often a paced model sleeps in an iteration, if nothing else takes time."""
+    forward = [layer.forward_ms for layer in profile.layers]
+    backward = [
+        layer.backward_ms * spec.numel / layer.numel
+        for layer in profile.layers
+        for spec in layer.parameters
+    ]
+    count = 0
+    for times_ms in (forward, backward):
+        ahead_s = 0.0
+        for each in times_ms:
+            ahead_s += stretch * each / 1e3
+            if ahead_s > SHORTEST_SLEEP:
+                count, ahead_s = count + 1, 0.0
+        count += ahead_s > 0.0  # at the end of a pass
+    return count

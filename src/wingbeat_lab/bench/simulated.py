@@ -117,9 +117,9 @@ def work_of(
 
     As `wingbeat_lab.bench.pace` slows codecs, whose processors are idle for what is added, but for
     the fixed part of each call. With the prices that a row of the lab has ``found``, codecs have
-    these; else those of the simulator. With the ``costs`` of this machine, training threads
-    and messages have these, and codecs, which sleep after each call, occupy processors for longer
-    by `Costs.cold`.
+    these; else those of the simulator. With the ``costs`` of this machine, training threads,
+    messages and threads that wake have these, and codecs, which sleep after each call, occupy
+    processors for longer by `Costs.cold`.
     """
     factor, work, cold = max(1.0, model.codec_factor), LAB_WORK, 1.0
     if costs is not None:
@@ -127,6 +127,7 @@ def work_of(
         work = replace(
             work,
             launch_s=costs.launch_s,
+            wake_s=costs.wake_s,
             update_s=costs.update_s,
             update_s_per_byte=costs.update_s_per_byte,
             message_s=costs.message_s,

@@ -19,7 +19,14 @@ from wingbeat_lab.bench import simulated
 from wingbeat_lab.bench.config import BenchConfig
 from wingbeat_lab.bench.costs import Costs
 
-MACHINE = Costs(launch_s=0.3e-3, update_s=20e-6, update_s_per_byte=1e-9, message_s=1e-4, cold=2.0)
+MACHINE = Costs(
+    launch_s=0.3e-3,
+    wake_s=0.1e-3,
+    update_s=20e-6,
+    update_s_per_byte=1e-9,
+    message_s=1e-4,
+    cold=2.0,
+)
 
 
 @pytest.fixture(scope="module")

@@ -297,7 +297,7 @@ class SimulatedThread:
         )
         self._encode_s = tuple(n * ITEMSIZE * coding.encode_s_per_byte for n in sizes.numel)
         self._arrived: deque[tuple[int, Message, FrameSize]] = deque()
-        self._resting = True
+        self._resting = self._slept = True
         self._thread = self._run()
         self.received: Callable[[], None] = lambda: None
 
@@ -310,10 +310,11 @@ class SimulatedThread:
     def _advance(self) -> None:
         for seconds in self._thread:
             if seconds is None:
-                self._resting = True
+                self._resting = self._slept = True
                 return
             if seconds > 0:
-                self._cores.work(seconds, self._advance)
+                woken, self._slept = self._slept, False
+                self._cores.work(seconds, self._advance, woken)
                 return
 
     def _run(self) -> Iterator[float | None]:
@@ -406,6 +407,7 @@ class SimulatedTraining:
         step_s = work.update_s_per_byte + coding.decode_s_per_byte
         self._step_s = Busy(sum(model.numel) * ITEMSIZE * step_s)
         self._since: float | None = None
+        self._slept = False
         self._thread = self._train()
         agenda.at(agenda.now, self._advance)
 
@@ -419,12 +421,14 @@ class SimulatedTraining:
     def _advance(self) -> None:
         for seconds in self._thread:
             if seconds is None:
-                self._since = self._agenda.now
+                self._since, self._slept = self._agenda.now, True
                 return
             if isinstance(seconds, Busy) and seconds > 0:
-                self._cores.work(seconds, self._advance)
+                woken, self._slept = self._slept, False
+                self._cores.work(seconds, self._advance, woken)
                 return
             if seconds > 0:
+                self._slept = True
                 self._agenda.at(self._agenda.now + seconds, self._advance)
                 return
 
@@ -516,7 +520,8 @@ def simulate_bounded(
     if network not in NETWORKS:
         raise UsageError(f"simulate_bounded(network={network!r}): allowed are {NETWORKS}")
     colayers = bundled(model, bound.colayers, measured=measured)
-    job = _Job(colayers, bound, workers, links, coding or Coding(), work or Work())
+    work = work or Work()
+    job = _Job(colayers, bound, workers, links, coding or Coding(), work)
     if cores is not None and (pool or cores < 1):
         raise UsageError(f"simulate_bounded(cores={cores}): 1 or more, and without pool=True")
     if not links.alike and (pool or network != "star"):
@@ -525,7 +530,7 @@ def simulate_bounded(
             'leaf switches, need network="star" and pool=False'
         )
     agenda = Agenda()
-    shared = Cores(agenda, cores)
+    shared = Cores(agenda, cores, work.wake_s)
     log = RunRecorder(agenda, workers, bound.colayers, gradients)
     if pool:
         machines = job.pool(network, agenda, traffic)

@@ -77,7 +77,7 @@ class SimulatedThread(ABC, Generic[Item]):
         self._agenda, self._cores, self._mailbox = agenda, cores, mailbox
         self._message_s, self._byte_s = work.message_s, byte_s
         self._queue: SendQueue[Item] = SendQueue(order)
-        self._resting, self._woken = True, False
+        self._resting, self._woken, self._slept = True, False, True
         self._thread = self._run()
         mailbox.wake = self.wake
 
@@ -117,10 +117,11 @@ class SimulatedThread(ABC, Generic[Item]):
     def _advance(self) -> None:
         for pause in self._thread:
             if pause is None:
-                self._resting = True
+                self._resting = self._slept = True
                 return
             if pause > 0:
-                self._cores.work(pause, self._advance)
+                woken, self._slept = self._slept, False
+                self._cores.work(pause, self._advance, woken)
                 return
 
     def _run(self) -> Iterator[float | None]:
