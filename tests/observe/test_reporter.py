@@ -289,3 +289,21 @@ def test_who_cannot_read_the_counters_reports_the_rest(monkeypatch: pytest.Monke
     listener = Listener()
     _reporter(0, 1, Shelf(), listener).send()
     assert listener.heard[0].interfaces == {}
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 1)])
+def test_rank_zero_of_several_logs_what_training_took(
+    rank: int, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Meter("net", "DeAR()")
+    worker = _reporter(rank, size, Shelf(), Listener(), every_s=60.0)
+    worker.add(mine)
+    for _ in range(10):
+        mine.stepped()
+    worker.send()
+    for _ in range(30):
+        mine.stepped()
+    with caplog.at_level("INFO", logger="wingbeat"):
+        worker.start().close()
+    lines = [each.message for each in caplog.records if "30 steps" in each.message]
+    assert len(lines) == (rank == 0 and size > 1)

@@ -28,6 +28,7 @@ from wingbeat.observe import meter
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import TEXT, Cell, Meter, Section
 from wingbeat.observe.report import READS, Report
+from wingbeat.observe.summary import Summary
 from wingbeat.observe.supervisor import Places, socket_folder
 from wingbeat.settings import is_on
 from wingbeat.transport.store import Store
@@ -180,7 +181,7 @@ class Reporter:
     """Reports the meters of this process's models every ``every_s`` seconds.
 
     ``store`` is a connection for reports alone. On rank 0 ``supervisor`` receives the reports of
-    all workers; it is None on other ranks.
+    all workers; it is None on other ranks. Rank 0 of several workers logs a `Summary`.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Reporter:
         self._pid = os.getpid()
         self._turn = 1
         self._seen: set[int] = set()
+        self._summary = Summary(log.info) if size > 1 and not rank else None
         self._thread = threading.Thread(target=self._run, name="wingbeat-report", daemon=True)
 
     def add(self, each: Meter) -> None:
@@ -233,13 +235,18 @@ class Reporter:
             # Most often the store's host has exited. The supervisor notices missing reports, and
             # training is not affected.
             log.debug("rank %d reports no more: %s", self._rank, error)
+        if self._summary is not None:
+            self._summary.end()
 
     def send(self) -> None:
         """Write this worker's report; on rank 0 forward all workers' reports.
 
         Raises the store's exception if the store is lost.
         """
-        mine = self._report().to_text()
+        report = self._report()
+        if self._summary is not None:
+            self._summary.add(report)
+        mine = report.to_text()
         if self._rank:
             self._store.set(_key(self._rank), mine)
         elif self._supervisor is not None and self._supervisor.send_report(mine):
