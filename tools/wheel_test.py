@@ -33,6 +33,8 @@ from wingbeat_lab import paced
 here = pathlib.Path(sys.prefix).resolve()
 for module in (wingbeat, wingbeat_lab, _native):
     assert here in pathlib.Path(module.__file__).resolve().parents, module.__file__
+for package in (wingbeat, wingbeat_lab):
+    assert pathlib.Path(package.__file__).with_name("py.typed").exists(), package
 assert kernels.of(torch.device("cpu")).__name__.endswith(".native")
 assert paced.load_profile("resnet50").params
 
