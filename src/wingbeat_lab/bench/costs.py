@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,10 +31,12 @@ from wingbeat_lab.paced.model import SHORTEST_SLEEP
 SMALL, LARGE = "paced:resnet50@0.01", "paced:resnet50@0.2"
 """Models of two sizes: two points of each line in bytes."""
 
-ITERATIONS, WARMUP = 16, 2
-"""CPU seconds of processes are counted in steps of 10 ms: many iterations are needed."""
+ROUNDS, ITERATIONS, WARMUP = 3, 10, 2
+"""CPU seconds of processes are counted in steps of 10 ms, so some iterations are needed; and a
+pause of the machine spoils a round, so the medians of three count.
+"""
 
-HURRIED, MANY = 0.02, 100
+HURRIED, MANY = 0.02, 60
 """Factor of the layers' times with which workers hardly sleep, and iterations; links are faster,
 too.
 """
@@ -108,7 +110,12 @@ class Served:
 
 
 def measure() -> Costs:
-    """Measure the costs of this machine, in about a minute."""
+    """Measure the costs of this machine, in about two minutes."""
+    found = [asdict(_measure_round()) for _ in range(ROUNDS)]
+    return Costs(**{name: statistics.median(each[name] for each in found) for name in found[0]})
+
+
+def _measure_round() -> Costs:
     small, large = (_measure(model) for model in (SMALL, LARGE))
     few, many = (_measure(model, HURRIED).served for model in (SMALL, LARGE))
     return costs_of(small.alone, large.alone, messages_of(small.served, few, many), cold())
