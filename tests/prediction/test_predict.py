@@ -12,7 +12,7 @@ from wingbeat.parts.strategy import Strategy
 from wingbeat.prediction import Cluster, Prediction, predict, rank
 from wingbeat.prediction.baselines import BASELINES
 from wingbeat.prediction.predict import simulated_alone
-from wingbeat.simulator import Links, Model, TimedLayer, simulate
+from wingbeat.simulator import Links, Model, TimedLayer, Work, simulate
 from wingbeat.strategies.presets import (
     ADPSGD,
     AllReduce,
@@ -108,6 +108,17 @@ def test_predict_replicas_divided_inside_exchange_the_whole_model_once() -> None
 def test_predict_inside_with_other_hosts_is_refused() -> None:
     with pytest.raises(UsageError, match=r"inside=3.*hosts have \[2\] processes"):
         predict(AllReduce(), model(), cluster(2, 2), inside=3)
+
+
+def test_predict_canary_encryption_takes_time() -> None:
+    work = Work(encrypt_s_per_byte=100e-9)
+    plain, encrypted = (
+        predict(
+            Canary(compression="fp32", encrypted=encrypted), model(), cluster(), work=work
+        ).iteration_s
+        for encrypted in (False, True)
+    )
+    assert encrypted > 1.05 * plain
 
 
 def test_predict_canary_with_several_workers_per_host_is_refused() -> None:

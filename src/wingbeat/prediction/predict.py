@@ -420,6 +420,7 @@ class _Job:
             work=self.work,
             sleeps=lambda rank, _iteration: (slow.get(rank, 1.0) - 1) * self.compute_s,
             traffic=traffic,
+            encrypted=exchange.encrypted,
         )
         waited = sum(run.waited_s) / max(1, sum(run.iterations))
         return run.seconds / _STEPS, waited, self._each(traffic, run.iterations)

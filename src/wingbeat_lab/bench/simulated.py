@@ -209,9 +209,6 @@ def _bounded_s(
     """Seconds of a mean iteration under bounded staleness."""
     bounded = strategy.exchange
     assert isinstance(bounded, Bounded), "it was asked for"
-    if bounded.encrypted:
-        per_byte = work.message_s_per_byte + work.encrypt_s_per_byte
-        work = replace(work, message_s_per_byte=per_byte)
     lead, count = min(1, checked.config.warmup), checked.config.share(0)
     run = simulator.simulate_bounded(
         model,
@@ -223,6 +220,7 @@ def _bounded_s(
         coding=simulator.coding_of(strategy.wire),
         work=work,
         cores=cores,
+        encrypted=bounded.encrypted,
     )
     begin, end = timed(run.begun, lead, count)
     return (end - begin) / count

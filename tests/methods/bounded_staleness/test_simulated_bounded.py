@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -388,3 +389,13 @@ def test_when_iterations_began_and_what_was_applied_is_told() -> None:
         assert list(applied) == [0.0, 1.0, 2.0, 3.0, 4.0][: len(applied)]
         assert times[0] == pytest.approx(0.0, abs=1e-5)
         assert list(times) == sorted(times)
+
+
+def test_encryption_takes_processor_time_of_each_byte() -> None:
+    """One worker's thread sends and receives two thirds of the model's bytes, twice."""
+    work = replace(FREE, encrypt_s_per_byte=2e-9)
+    plain, encrypted = (
+        run(bsp(), 3, 10, work=work, encrypted=encrypted).seconds for encrypted in (False, True)
+    )
+    handled_s = 2 * (2 / 3) * 2 * NUMEL * 4 * 2e-9
+    assert 0.5 * handled_s <= (encrypted - plain) / 10 <= handled_s

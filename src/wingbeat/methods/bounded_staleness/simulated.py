@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from wingbeat import topologies
@@ -487,6 +487,7 @@ def simulate_bounded(
     pool: bool = False,
     cores: int | None = None,
     measured: bool = False,
+    encrypted: bool = False,
 ) -> StaleRun:
     """Train ``model`` in virtual time until all replicas have applied ``gradients`` contributions.
 
@@ -508,6 +509,7 @@ def simulate_bounded(
         cores: processors that the hosts share, as in a lab on one machine; by default each thread
             of each host has its own. Ignored with ``pool``.
         measured: whether colayers are formed from measurements from the beginning on.
+        encrypted: whether messages are encrypted, which takes `Work.encrypt_s_per_byte`.
 
     Raises:
         UsageError: a number or a name is out of range.
@@ -521,6 +523,9 @@ def simulate_bounded(
         raise UsageError(f"simulate_bounded(network={network!r}): allowed are {NETWORKS}")
     colayers = bundled(model, bound.colayers, measured=measured)
     work = work or Work()
+    if encrypted:
+        per_byte = work.message_s_per_byte + work.encrypt_s_per_byte
+        work = replace(work, message_s_per_byte=per_byte)
     job = _Job(colayers, bound, workers, links, coding or Coding(), work)
     if cores is not None and (pool or cores < 1):
         raise UsageError(f"simulate_bounded(cores={cores}): 1 or more, and without pool=True")
