@@ -310,3 +310,25 @@ def test_one_worker_takes_its_own_time() -> None:
 def test_what_cannot_be_simulated_is_refused(call, words) -> None:
     with pytest.raises(UsageError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wakes"),
+    [("allreduce", 3), ("dear:plan=fixed", 4), ("geryon:classes=1,encrypted=false", 5)],
+)
+def test_threads_that_wake_idle_processors_prolong_an_iteration(strategy: str, wakes: int) -> None:
+    """By so many wakes one after the other: of training, of the lane or client, of the server."""
+    model = Model((TimedLayer(0.01, 0.03, (0,)),), (TensorSpec("t", (4096,), "float32", 4),))
+    links = Links(bytes_per_s=1e9, latency_s=2e-3)
+    usual, late = (
+        simulate(
+            model,
+            baselines.parse(strategy),
+            2,
+            links,
+            work=Work(start_s=1e-6, step_s=1e-6, wake_s=wake_s),
+            cores=8,
+        ).median_s
+        for wake_s in (0.0, 1e-4)
+    )
+    assert late - usual == pytest.approx(wakes * 1e-4, rel=1e-6)

@@ -37,6 +37,12 @@ def test_starts_that_take_long_make_fewer_buckets() -> None:
     assert 1 <= long < quick
 
 
+@pytest.mark.parametrize("strategy", ["allreduce:plan=merged@exact", "dear:plan=merged@exact"])
+def test_starts_that_occupy_the_training_thread_make_fewer_buckets(strategy: str) -> None:
+    quick, long = (buckets(run(strategy, 20e-6, start_s=seconds)) for seconds in (0.0, 20e-3))
+    assert 1 <= long < quick
+
+
 def test_an_expensive_codec_makes_other_buckets() -> None:
     name = "omgs:merge=paper,warmup=0"
     cheap, dear = (buckets(run(name, 1e-3, 125e6, codecs=factor)) for factor in (0.01, 300.0))
