@@ -13,7 +13,16 @@ import wingbeat_lab
 PUBLIC = [
     *("ADPSGD", "AllReduce", "Auto", "BML", "Canary", "DeAR", "DiLoCo", "Geryon", "Group"),
     *("LocalSGD", "LowRank", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy", "TopK"),
-    *("distribute", "init", "join", "no_sync", "release", "shutdown", "synchronize"),
+    *(
+        "clip_grad_norm_",
+        "distribute",
+        "init",
+        "join",
+        "no_sync",
+        "release",
+        "shutdown",
+        "synchronize",
+    ),
 ]
 
 

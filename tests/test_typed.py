@@ -14,7 +14,7 @@ import torch
 import wingbeat
 from wingbeat import compression, parts, simulator
 
-STRATEGIES: list[parts.Strategy] = [
+STRATEGIES: list[wingbeat.Strategy] = [
     wingbeat.AllReduce(compression=compression.Sketch(bits=4)),
     wingbeat.Auto(exact=False),
     wingbeat.Canary(),
@@ -22,6 +22,7 @@ STRATEGIES: list[parts.Strategy] = [
     wingbeat.Geryon(),
     wingbeat.OMGS(),
     wingbeat.Ripples(),
+    wingbeat.Strategy(plan=parts.FixedBuckets(mb=5)),
 ]
 
 
@@ -53,7 +54,12 @@ def predict(model: simulator.Model) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("", ""), ("wingbeat.DeAR(sizes=3)\n", 'Unexpected keyword argument "sizes" for "DeAR"')],
+    [
+        ("", ""),
+        ("wingbeat.DeAR(sizes=3)\n", 'Unexpected keyword argument "sizes" for "DeAR"'),
+        ("wingbeat.Dear()\n", 'Module has no attribute "Dear"'),
+        ("parts.Rinks()\n", 'Module has no attribute "Rinks"'),
+    ],
 )
 def test_users_script_is_checked_strictly(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT + line, encoding="utf-8")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from wingbeat.compression import LowRank as LowRank
     from wingbeat.compression import Sketch as Sketch
     from wingbeat.compression import TopK as TopK
+    from wingbeat.engine.api import clip_grad_norm_ as clip_grad_norm_
     from wingbeat.engine.api import distribute as distribute
     from wingbeat.engine.api import join as join
     from wingbeat.engine.api import no_sync as no_sync
@@ -59,7 +60,8 @@ _HOME = {
     **dict.fromkeys(_STRATEGIES, "wingbeat.strategies"),
     **dict.fromkeys(("LowRank", "Sketch", "TopK"), "wingbeat.compression"),
     **dict.fromkeys(
-        ("distribute", "join", "no_sync", "release", "synchronize"), "wingbeat.engine.api"
+        ("clip_grad_norm_", "distribute", "join", "no_sync", "release", "synchronize"),
+        "wingbeat.engine.api",
     ),
     **dict.fromkeys(("init", "shutdown"), "wingbeat.transport"),
     "Group": "wingbeat.types",
@@ -83,6 +85,7 @@ __all__ = [
     "Sketch",
     "Strategy",
     "TopK",
+    "clip_grad_norm_",
     "distribute",
     "init",
     "join",
@@ -94,14 +97,16 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("integrations", "parts"):
-        return importlib.import_module(f"wingbeat.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'wingbeat' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would find every name here
+
+    def __getattr__(name: str) -> Any:
+        if name in ("integrations", "parts"):
+            return importlib.import_module(f"wingbeat.{name}")
+        if name not in _HOME:
+            raise AttributeError(f"module 'wingbeat' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

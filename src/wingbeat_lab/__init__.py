@@ -42,9 +42,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'wingbeat_lab' has no attribute {name!r}")
-    value = getattr(importlib.import_module("wingbeat_lab.baselines"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would find every name here
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'wingbeat_lab' has no attribute {name!r}")
+        value = getattr(importlib.import_module("wingbeat_lab.baselines"), name)
+        globals()[name] = value
+        return value

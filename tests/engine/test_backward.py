@@ -22,6 +22,7 @@ from helpers.training import (
     train,
     weights,
 )
+from wingbeat.errors import UsageError
 
 STRATEGIES = [
     wingbeat.AllReduce(mb=TINY_MB),
@@ -131,6 +132,30 @@ def test_a_backward_cut_short_is_recovered_while_another_thread_is_in_backward()
     finally:
         ends.set()
         other.join()
+
+
+@strategies
+def test_clipping_by_function_and_by_method_is_the_same(strategy: Any) -> None:
+    def body(world: Any) -> list[float]:
+        _, optimizer = made = _distributed(world, strategy)
+        norms = []
+        for clip in (
+            optimizer.clip_grad_norm_,
+            lambda *own: wingbeat.clip_grad_norm_(made[1], *own),
+        ):
+            backward(made[0], world.rank, 0)
+            norms.append(float(clip(1e-3, 1.0)))
+            optimizer.zero_grad()
+        return norms
+
+    (method, function), second = on(2, body)
+    assert method == function > 0
+    assert second == [method, function]
+
+
+def test_clipping_without_distribute_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"clip_grad_norm_\(SGD\): pass an optimizer that dist"):
+        wingbeat.clip_grad_norm_(sgd(net().parameters()), 1.0)
 
 
 @strategies

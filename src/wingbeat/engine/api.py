@@ -236,6 +236,25 @@ def _engine_of(model: Any, what: str) -> Engine:
     return engine
 
 
+def clip_grad_norm_(
+    optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Equivalent of ``optimizer.clip_grad_norm_(max_norm)``, a method unknown to type checkers.
+
+    Returns the norm before clipping, a scalar, equal on every worker.
+
+    Raises:
+        UsageError: the optimizer was not distributed, or a number is out of range.
+    """
+    own = unwrapped(optimizer)
+    if not isinstance(own, DistributedOptimizer):
+        raise UsageError(
+            f"wingbeat.clip_grad_norm_({type(optimizer).__name__}): pass an optimizer that "
+            "distribute() has returned"
+        )
+    return own.clip_grad_norm_(max_norm, norm_type)
+
+
 def release(model: ModelT, optimizer: OptimizerT) -> tuple[ModelT, OptimizerT]:
     """Undo `distribute`: complete pending work, and return plain objects without hooks.
 

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["Parameter", "Profile", "ProfiledLayer", "decode", "encode", "simulator_model"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "simulator_model":  # the simulator imports torch
-        from wingbeat.profiling.simulated import simulator_model
+if not TYPE_CHECKING:  # a type checker would find every name here
 
-        return simulator_model
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name == "simulator_model":  # the simulator imports torch
+            from wingbeat.profiling.simulated import simulator_model
+
+            return simulator_model
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

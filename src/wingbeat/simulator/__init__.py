@@ -48,8 +48,10 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'wingbeat.simulator' has no attribute {name!r}")
-    module = importlib.import_module(f"wingbeat.methods.{_MODULE_OF[name]}")
-    return getattr(module, name)
+if not TYPE_CHECKING:  # a type checker would find every name here
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'wingbeat.simulator' has no attribute {name!r}")
+        module = importlib.import_module(f"wingbeat.methods.{_MODULE_OF[name]}")
+        return getattr(module, name)

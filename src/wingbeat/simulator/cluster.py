@@ -118,7 +118,7 @@ class Work:
             stays on a host takes the time of `wingbeat.simulator.network.LOCAL`, sums included.
         add_s_per_byte: the same thread, and a server, for each byte added to a sum.
         fill_s_per_byte: training thread, for each gradient byte copied into a bucket.
-        wake_s: each thread, when it goes on after a wait and its processor was idle.
+        wake_s: each thread, when it continues after a wait and its processor was idle.
         hook_s: training thread, for each gradient that is ready.
         start_s: the same, for each operation on a bucket that it starts.
         launch_s: training thread, for each layer in forward and each parameter in backward, while

@@ -51,7 +51,7 @@ class Costs:
 
     Attributes:
         launch_s: seconds for each layer in forward and each parameter in backward.
-        wake_s: seconds for each time that a thread goes on after a wait, on an idle processor.
+        wake_s: seconds for each time that a thread continues after a wait, on an idle processor.
         update_s: seconds for each parameter updated.
         update_s_per_byte: seconds for each of its bytes.
         message_s: seconds for each message that a client or server sends or receives.

@@ -31,13 +31,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "simulator_model":
-        from wingbeat.profiling import simulator_model
+if not TYPE_CHECKING:  # a type checker would find every name here
 
-        return simulator_model
-    if name == "PacedModel":
-        from wingbeat_lab.paced.model import PacedModel
+    def __getattr__(name: str) -> Any:
+        if name == "simulator_model":
+            from wingbeat.profiling import simulator_model
 
-        return PacedModel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return simulator_model
+        if name == "PacedModel":
+            from wingbeat_lab.paced.model import PacedModel
+
+            return PacedModel
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
