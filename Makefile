@@ -8,6 +8,8 @@ ITERATIONS ?= 30
 TESTS ?=
 
 BIN := .venv/bin
+VENV := .venv/bin/activate
+DEMO_READY := .venv/.demo-ready
 READY := .venv/.ready
 DOCS_READY := .venv/.docs-ready
 NATIVE := $(wildcard native/CMakeLists.txt native/*.cpp native/*.h native/src/* native/src/*/*)
@@ -23,7 +25,17 @@ help: ## Say what there is
 setup: $(READY) ## Make .venv and install wingbeat with the tested versions (once)
 	@echo "ready: .venv"
 
-$(READY): pyproject.toml constraints.txt $(NATIVE)
+$(READY): pyproject.toml constraints.txt $(NATIVE) | $(VENV)
+	@echo "Installing into .venv what training, benches and tests need; PyTorch is large, so this takes some minutes, once."
+	$(PIP) -e '.[dev,bench]'
+	@touch $@ $(DEMO_READY)
+
+$(DEMO_READY): pyproject.toml constraints.txt $(NATIVE) | $(VENV)
+	@echo "Installing into .venv; PyTorch is large, so this takes some minutes, once."
+	$(PIP) -e '.[bench]'
+	@touch $@
+
+$(VENV):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "wingbeat needs Python 3.10 or newer as $(PYTHON); choose one: make setup PYTHON=python3.12" >&2; exit 1; }
 	@for compiler in "$${CXX:-c++}" g++ clang++; do command -v "$$compiler" >/dev/null && exit 0; done; \
@@ -32,11 +44,8 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 	  { echo "$(PYTHON) has no headers (Python.h); on Debian and Ubuntu: apt install python3-dev" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || \
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@echo "Installing into .venv; PyTorch is large, so this takes some minutes, once."
-	$(PIP) -e '.[dev,bench]'
-	@touch $@
 
-demo: $(READY) ## Train on four emulated hosts: DDP, AllReduce, DeAR (under 5 minutes)
+demo: $(DEMO_READY) ## Train on four emulated hosts: DDP, AllReduce, DeAR (about 5 minutes from nothing)
 	$(BIN)/wingbeat demo
 
 test: $(READY) ## Run the tests, those marked slow or gpu excepted
