@@ -78,7 +78,7 @@ def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> besid
         gradients=(lead + count + AFTER) * workers,
         network="bcube" if checked.lab.kind == "bcube" else "star",
         coding=simulator.coding_of(strategy.wire), work=work, sleeps=sleeps, traffic=traffic,
-        cores=args.cores,
+        cores=args.cores, encrypted=strategy.exchange.encrypted,
     )  # fmt: skip
     begin, end = timed(run.begun, lead, count)
     used = traffic.utilisation(1.0, end)[int(begin / SPAN_S) :]
@@ -88,14 +88,10 @@ def predict(args: argparse.Namespace, checked: Checked, row: Contender) -> besid
 
 
 def work_of(args: argparse.Namespace, exchange: ExchangePart) -> simulator.Work:
-    """Return the CPU costs of communication, encrypted if the row is."""
+    """Return the CPU costs of communication."""
     work = simulator.Work()
-    bounded = isinstance(exchange, Bounded)
-    if bounded and args.message is not None:
+    if isinstance(exchange, Bounded) and args.message is not None:
         work = replace(work, message_s=args.message * 1e-6)
-    if isinstance(exchange, Bounded) and exchange.encrypted:
-        per_byte = work.message_s_per_byte + work.encrypt_s_per_byte
-        work = replace(work, message_s_per_byte=per_byte)
     return work
 
 

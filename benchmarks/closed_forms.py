@@ -470,7 +470,7 @@ def served(setting: Setting, strategy: Strategy, workers: int) -> Iteration:
         busiest += numel / servers
     largest = max(-(-numel // min(servers, max(1, numel // MIN_SHARD))) for numel in numels)
     on_busiest, busiest = max(1.0, math.ceil(on_busiest)), max(busiest, float(largest))
-    byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * options.encrypted
+    byte_s = work.byte_s(options.encrypted)
     client_s = 2 * (slices * work.message_s + setting.nbytes * byte_s)
     served_bytes = busiest * ITEMSIZE
     server_thread_s = workers * (
@@ -565,7 +565,7 @@ def paired(setting: Setting, step_s: float, encrypted: bool) -> Iteration:
     workers; how long requests wait for each other has no closed form.
     """
     work, nbytes = setting.work, setting.nbytes
-    byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * encrypted
+    byte_s = work.byte_s(encrypted)
     chunks = -(-nbytes // CHUNK_BYTES)
     thread_s = 2 * (chunks * work.message_s + nbytes * byte_s) + 2 * nbytes * work.copy_s_per_byte
     latency_s = 2 * setting.links.latency_s

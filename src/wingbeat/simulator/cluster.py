@@ -164,6 +164,10 @@ class Work:
     meeting_s: float = 6e-3
     copy_s_per_byte: float = 0.1e-9
 
+    def byte_s(self, encrypted: bool) -> float:
+        """Return the seconds for each byte of a message."""
+        return self.message_s_per_byte + self.encrypt_s_per_byte * encrypted
+
     def slowed(self, seconds: float) -> Slowed:
         """Return seconds of a codec on one core, times `codecs`."""
         return codecs.slowed(seconds, self.codecs, self.codecs_idle)

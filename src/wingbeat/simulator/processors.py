@@ -42,8 +42,7 @@ class Cores:
         The work is done then. Otherwise ``over`` is called when it is. ``woken``: the thread has
         waited before.
         """
-        if woken and self._free and not self._slice_left:
-            seconds += self._wake_s
+        seconds += self._waking_s(woken)
         alone = self._free != 0 or (self._slice_left and not self._waiting)
         if alone and self._agenda.skip(self._agenda.now + seconds):
             return True
@@ -52,8 +51,7 @@ class Cores:
 
     def work(self, seconds: float, over: Callable[[], None], woken: bool = False) -> None:
         """Call ``over`` when ``seconds`` of work are done; ``woken`` as in `spend`."""
-        if woken and self._free and not self._slice_left:
-            seconds += self._wake_s
+        seconds += self._waking_s(woken)
         if self._free is None or not seconds:
             self._agenda.at(self._agenda.now + seconds, over)
         elif self._slice_left:
@@ -64,6 +62,10 @@ class Cores:
             self._run(seconds, over)
         else:
             self._waiting.append((seconds, over))
+
+    def _waking_s(self, woken: bool) -> float:
+        idle = self._free and not self._slice_left
+        return self._wake_s if woken and idle else 0.0
 
     def _run(self, seconds: float, over: Callable[[], None], most_s: float = SLICE_S) -> None:
         """Have a processor for a slice, or the rest of one."""

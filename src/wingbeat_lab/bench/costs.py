@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from wingbeat.methods.parameter_server.options import Servers
-from wingbeat.methods.parameter_server.slicing import RequestPlanner
-from wingbeat.simulator.mailbox import LIMITS
+from wingbeat.methods.parameter_server.simulated import planner_of
+from wingbeat.simulator.cluster import coding_of
 from wingbeat.simulator.model import ITEMSIZE, buckets_of
 from wingbeat_lab import paced
 from wingbeat_lab.bench import runner
@@ -229,14 +229,10 @@ def served_of(checked: Checked, cpu_s: Sequence[float]) -> Served:
     assert isinstance(strategy.exchange, Servers), "it has servers"
     assert profile is not None, "it is paced"
     buckets = buckets_of(paced.simulator_model(profile), strategy.plan.fusion())
-    planner = RequestPlanner(strategy.exchange, len(cpu_s), 0)
-    planner.set_buckets(
-        *(buckets.numel, buckets.forward, buckets.fully_connected, buckets.places),
-        LIMITS.message // ITEMSIZE,
-    )
+    coding = coding_of(strategy.wire)
+    slices = planner_of(strategy.exchange, len(cpu_s), 0, buckets, 1, coding).slices()
     # Each worker pushes each slice to its server, and receives its sum.
     share = 2 * checked.workers / len(cpu_s)
-    slices = planner.slices()
     return Served(
         messages=share * len(slices),
         nbytes=share * ITEMSIZE * sum(map(len, slices)),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from wingbeat.simulator import cluster
 from wingbeat_lab.bench.machine import stolen_seconds
 from wingbeat_lab.paced import PacedModel, Parameter, Profile, ProfiledLayer, load_profile
 from wingbeat_lab.paced import model as model_module
@@ -360,3 +361,7 @@ def test_an_update_just_before_a_layers_forward_counts() -> None:
 def test_a_negative_time_scale_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match="time_scale"):
         PacedModel(load_profile("alexnet").scaled(0.001), time_scale=bad)
+
+
+def test_the_simulator_waits_as_paced_models_do() -> None:
+    assert (cluster.SHORTEST_WAIT_S, cluster.SLACK_S) == (SHORTEST_SLEEP, SLACK)

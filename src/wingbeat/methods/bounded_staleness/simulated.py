@@ -523,9 +523,7 @@ def simulate_bounded(
         raise UsageError(f"simulate_bounded(network={network!r}): allowed are {NETWORKS}")
     colayers = bundled(model, bound.colayers, measured=measured)
     work = work or Work()
-    if encrypted:
-        per_byte = work.message_s_per_byte + work.encrypt_s_per_byte
-        work = replace(work, message_s_per_byte=per_byte)
+    work = replace(work, message_s_per_byte=work.byte_s(encrypted))
     job = _Job(colayers, bound, workers, links, coding or Coding(), work)
     if cores is not None and (pool or cores < 1):
         raise UsageError(f"simulate_bounded(cores={cores}): 1 or more, and without pool=True")

@@ -93,7 +93,7 @@ class _Job:
         traffic: Traffic | None,
     ) -> None:
         self.agenda, self.model, self.work = Agenda(), model, work
-        self.byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * encrypted
+        self.byte_s = work.byte_s(encrypted)
         self.interfaces = Interfaces(
             self.agenda, links, layout.host_of.__getitem__, traffic=traffic
         )

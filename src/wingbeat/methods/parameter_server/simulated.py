@@ -409,6 +409,20 @@ class SimulatedServer(SimulatedThread[Answer]):
 # -- the exchange ----------------------------------------------------------------------------
 
 
+def planner_of(
+    options: Servers, servers: int, rank: int, buckets: Buckets, links: int, coding: Coding
+) -> RequestPlanner:
+    """Return the planner of a worker's requests, with the slices of a real run."""
+    planner = RequestPlanner(options, servers, rank, (1 / links,) * links)
+    largest = LIMITS.message // ITEMSIZE
+    if coding.ratio < 1:  # a header is added, and sums may be dense
+        largest = (LIMITS.message - PAYLOAD_HEADER_BYTES) // ITEMSIZE
+    planner.set_buckets(
+        buckets.numel, buckets.forward, buckets.fully_connected, buckets.places, largest
+    )
+    return planner
+
+
 class ServerExchange(Exchange):
     """One worker's pushes and pulls.
 
@@ -428,13 +442,7 @@ class ServerExchange(Exchange):
     ) -> None:
         self._workers, self._client = workers, client
         self._coding, self._dense = coding, options.dense
-        self._planner = RequestPlanner(options, servers, rank, (1 / links,) * links)
-        largest = LIMITS.message // ITEMSIZE
-        if coding.ratio < 1:  # a header is added, and sums may be dense
-            largest = (LIMITS.message - PAYLOAD_HEADER_BYTES) // ITEMSIZE
-        self._planner.set_buckets(
-            buckets.numel, buckets.forward, buckets.fully_connected, buckets.places, largest
-        )
+        self._planner = planner_of(options, servers, rank, buckets, links, coding)
         self._last: dict[int, Request] = {}
 
     def sizes(self) -> list[tuple[int, int]]:
@@ -491,7 +499,7 @@ def build_exchanges(options: Servers, context: SimulationContext) -> SimulatedEx
     mailboxes = Mailboxes(agenda, interfaces, options.classes, links.count)
     numbers = range(workers, workers + servers)
     order = Order(options.sending)
-    byte_s = work.message_s_per_byte + work.encrypt_s_per_byte * options.encrypted
+    byte_s = work.byte_s(options.encrypted)
     exchanges = []
     for rank in range(workers):
         pushes = Order.URGENT if order is Order.URGENT else Order.READY
