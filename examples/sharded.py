@@ -31,6 +31,8 @@ def main() -> None:
     args = parser.parse_args()
 
     world = wingbeat.init()
+    if world.size % args.shards:
+        parser.error(f"--shards {args.shards} does not divide {world.size} processes")
     replicas = world.size // args.shards
     mesh = init_device_mesh("cpu", (replicas, args.shards), mesh_dim_names=("replica", "shard"))
     model = network()

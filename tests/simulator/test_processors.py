@@ -117,3 +117,17 @@ def test_a_thread_that_wakes_an_idle_processor_takes_longer(start: str) -> None:
     agenda.at(2.0 * SLICE_S, lambda: begin(0.5 * SLICE_S, False))
     agenda.run()
     assert over == pytest.approx([0.75, 1.25, 2.5])
+
+
+def test_the_rest_of_a_slice_is_not_left_to_later_work() -> None:
+    agenda, over = Agenda(), list[float]()
+    cores = Cores(agenda, 1)
+    cores.work(0.25 * SLICE_S, lambda: None)
+
+    def two() -> None:
+        for _ in range(2):
+            cores.work(SLICE_S, lambda: over.append(agenda.now / SLICE_S))
+
+    agenda.at(SLICE_S, two)
+    agenda.run()
+    assert over == pytest.approx([2.0, 3.0])
