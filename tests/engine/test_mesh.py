@@ -14,7 +14,7 @@ from helpers.amounts import slow_except
 from helpers.pool import Pool
 
 SIZE = 4
-PAGE = Path(__file__).parents[2] / "docs/how-to/shards.md"
+PAGE = Path(__file__).parents[2] / "docs/how-to/fsdp2.md"
 
 
 def test_columns_have_the_ranks_of_other_replicas_and_work_as_worlds(job: Pool) -> None:

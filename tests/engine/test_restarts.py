@@ -1,4 +1,4 @@
-"""``docs/how-to/checkpoint.md``: torchrun restarts its script, which is killed during training."""
+"""``docs/how-to/checkpoints.md``: torchrun restarts its script, which is killed during training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from helpers.ports import free_port
 
-PAGE = Path(__file__).parents[2] / "docs/how-to/checkpoint.md"
+PAGE = Path(__file__).parents[2] / "docs/how-to/checkpoints.md"
 KILL = """
     if step == 23 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         Path("killed").touch()

@@ -1,4 +1,4 @@
-"""``docs/how-to/clusters.md``: its examples run as they stand there."""
+"""``docs/how-to/hosts.md``: its examples run as they stand there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import wingbeat
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 
-PAGE = Path(__file__).parents[3] / "docs/how-to/clusters.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/hosts.md"
 TEXT = PAGE.read_text(encoding="utf-8").partition("## Groups of workers")[2].partition("\n## ")[0]
 SUMMING, FAILING = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 [SHOWN] = re.findall(r"```\n(rank 0: .*)\n```", TEXT)
