@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +92,19 @@ def test_every_name_of_a_package_stands_there_by_itself(package: str) -> None:
     module = importlib.import_module(f"wingbeat.{package}")
     short = {name for name in module.__all__ if f"wingbeat.{name}" in SHOWN}
     assert {f"wingbeat.{package}.{name}" for name in set(module.__all__) - short} <= set(SHOWN)
+
+
+LISTED = [
+    name
+    for name, (_, options) in SHOWN.items()
+    if ":members: " in options and not name.startswith("wingbeat.integrations.")
+]
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_listed_members_are_found_by_dir(name: str) -> None:
+    """Sphinx takes a name that ``dir`` does not list for one that is missing."""
+    assert members(name) <= set(dir(pydoc.locate(name)))
 
 
 def test_every_error_stands_there() -> None:

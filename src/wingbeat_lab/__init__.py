@@ -50,3 +50,7 @@ if not TYPE_CHECKING:  # a type checker would find every name here
         value = getattr(importlib.import_module("wingbeat_lab.baselines"), name)
         globals()[name] = value
         return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

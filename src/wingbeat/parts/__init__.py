@@ -101,3 +101,7 @@ if not TYPE_CHECKING:  # a type checker would find every name here
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

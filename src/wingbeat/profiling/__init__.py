@@ -23,3 +23,7 @@ if not TYPE_CHECKING:  # a type checker would find every name here
 
             return simulator_model
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -55,3 +55,7 @@ if not TYPE_CHECKING:  # a type checker would find every name here
             raise AttributeError(f"module 'wingbeat.simulator' has no attribute {name!r}")
         module = importlib.import_module(f"wingbeat.methods.{_MODULE_OF[name]}")
         return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
