@@ -17,10 +17,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-gpu test-streams wheel-test sanitize fuzz lint format bench figures docs clean distclean
+.PHONY: help setup demo test test-slow test-gpu test-streams wheel-test sanitize fuzz lint format bench figures docs docs-test clean distclean
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY) ## Make .venv and install wingbeat with the tested versions (once)
 	@echo "ready: .venv"
@@ -95,6 +95,9 @@ figures: $(READY) ## Write the measured figures of the docs anew from docs/resul
 docs: $(DOCS_READY) ## Build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+docs-test: $(DOCS_READY) ## Run the code of the pages, and the site in headless Chromium
+	$(BIN)/python -m pytest tests/test_code_blocks.py tests/test_site.py tests/test_examples.py $(TESTS)
 
 $(DOCS_READY): $(READY)
 	$(PIP) -q -e '.[docs]'
