@@ -2,6 +2,7 @@
 
     python benchmarks/best.py --json out/best.json
     python benchmarks/best.py --models resnet50 --rates 10gbit --rows ddp ddp+bf16 dear:plan=fixed
+    python benchmarks/best.py --workers 2 --per-host 4 --models resnet50 --svg out/best.svg
 
 Each cell, a model on links of one rate, is two benches of paced models (an RTX 2080 Ti's times;
 links and bytes are real): strategies that exchange gradients in each step, and those that average
@@ -34,6 +35,8 @@ from typing import Any
 
 from common import BEGIN_ANEW, measured_before, run_and_judge, show, write
 
+from wingbeat.files import replacing
+from wingbeat.observe.timeline import blank
 from wingbeat_lab.bench import contenders, estimate, runner
 from wingbeat_lab.bench.config import BenchConfig
 from wingbeat_lab.bench.results import Run
@@ -78,6 +81,7 @@ def configs(args: argparse.Namespace) -> dict[tuple[str, str], list[BenchConfig]
             bench = functools.partial(
                 BenchConfig,
                 lab=f"star:{args.workers}@{rate}",
+                per_host=args.per_host,
                 model=f"paced:{model}@{args.scale:g}",
                 measure=False,
             )
@@ -192,6 +196,64 @@ def summary(cells: list[dict[str, Any]]) -> Printed:
     )
 
 
+LABELS = {
+    "ddp": "DDP",
+    "ddp+bf16": "DDP, bf16 hook",
+    "ddp+powersgd:rank=1": "DDP, PowerSGD",
+    "allreduce": "AllReduce",
+    "dear:plan=fixed": "DeAR",
+    "dear:plan=fixed,compression=bf16": "DeAR, bf16",
+    "dear:plan=fixed,compression=sketch@4:auto_disable=false": "DeAR, 4-bit sketch",
+    "diloco:every=30,compression=sketch@4": "DiLoCo, 4-bit sketch",
+}
+"""Rows in the picture's legend; others have their own text."""
+
+
+def draw(cells: list[dict[str, Any]], where: str, path: Path) -> None:
+    """Draw the speed of each row over that of plain DDP, by cell, on a logarithmic axis."""
+    import matplotlib as mpl
+
+    names = list(cells[0]["rows"])
+    own = [name for name in names if not cells[0]["rows"][name]["ddp"]]
+    theirs = [name for name in names if name not in own]
+    colours = {name: str(0.72 - 0.4 * at / len(theirs)) for at, name in enumerate(theirs)}
+    scale = mpl.colormaps["viridis"]
+    colours |= {name: scale(0.9 - 0.85 * at / len(own)) for at, name in enumerate(own)}
+    ticks = [f"{c['model']}, links of {c['rate'].replace('gbit', ' Gbit/s')}" for c in cells]
+    with mpl.rc_context({"svg.hashsalt": "wingbeat", "svg.fonttype": "none"}):
+        figure = blank("bars", (9.5, 3.9), 100)
+        axes = figure.add_subplot()
+        width = 0.86 / len(names)
+        for place, name in enumerate(names):
+            speeds = [
+                cell["rows"]["ddp"]["iteration_s"] / cell["rows"][name]["iteration_s"]
+                for cell in cells
+            ]
+            at = [number + width * (place - (len(names) - 1) / 2) for number in range(len(cells))]
+            exact = "" if cells[0]["rows"][name]["exact"] else " *"
+            axes.bar(
+                at, [speed - 1 for speed in speeds], width, bottom=1, color=colours[name],
+                label=LABELS.get(name, name) + exact,
+            )  # fmt: skip
+            for x, speed in zip(at, speeds, strict=True):
+                if name != "ddp":
+                    side = "bottom" if speed >= 1 else "top"
+                    axes.text(x, speed, f"{speed:.1f}", ha="center", va=side, fontsize=7)
+        axes.axhline(1, color="#2b2f36", linewidth=0.8)
+        axes.set_yscale("log")
+        axes.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+        axes.minorticks_off()
+        axes.set_xticks(range(len(cells)), ticks)
+        axes.set_ylabel("speed, DDP = 1")
+        axes.set_title(f"{where} (* rounds, drops or averages)", loc="left", fontsize=10)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8.5)
+        figure.tight_layout()
+        with replacing(path) as file:
+            figure.savefig(file, format="svg", metadata={"Date": None})
+
+
 def measure(
     args: argparse.Namespace, kept: list[dict[str, Any]], report: dict[str, Any]
 ) -> list[str]:
@@ -213,6 +275,8 @@ def measure(
         write(args.json, report)
     show(report, summary(cells))
     write(args.json, report)
+    if args.svg is not None:
+        draw(cells, f"{args.workers} hosts with {args.per_host} workers each", args.svg)
     return missed(cells)
 
 
@@ -229,12 +293,14 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*", default=list(ROWS), help="with an exchange each step")
     parser.add_argument("--seldom", nargs="*", default=list(SELDOM), help="that average models")
     parser.add_argument("--workers", type=int, default=4, help="hosts of the lab (4)")
+    parser.add_argument("--per-host", type=int, default=1, help="workers of each host (1)")
     parser.add_argument("--scale", type=float, default=SCALE, help="of the models (0.05)")
     parser.add_argument("--stretch", type=float, help="slow motion (by cell)")
     parser.add_argument("--iterations", type=int, default=3, help="timed ones of each row (3)")
     parser.add_argument("--rounds", type=int, default=1, help="how often rows take turns (1)")
     parser.add_argument("--add", action="store_true", help="keep the cells that the JSON has")
     parser.add_argument("--json", type=Path, default=Path("out/best.json"))
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw speeds over plain DDP's")
     args = parser.parse_args()
     kept = measured_before(args.json, "cells", BEGIN_ANEW) if args.add else []
     return run_and_judge(args.json, functools.partial(measure, args, kept))
