@@ -37,7 +37,7 @@ FILES = {"bash", "toml", "yaml", "dockerfile"}
 LANGUAGES = {"python", "text", *SHELLS, *FILES}
 DIRECTIVES = {"workers", "file", "elsewhere", "timeout", "fails", "with"}
 WORKERS = 2
-TIMEOUT_S = 100.0
+TIMEOUT_S = 200.0
 
 _BLOCK = re.compile(
     r"(?:^<!-- run(?P<run>[^\n]*?)(?P<before>\n(?:(?!-->).)*?)?-->\n)?"

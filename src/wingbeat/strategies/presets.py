@@ -619,7 +619,7 @@ def Canary(
             sketch, as in the paper; ``"fp32"`` with ``s=0``.
         encrypted: encrypt messages between workers: gradients, and the model that a rejoining
             worker copies. Without encryption, anyone on the network can read and forge them. For
-            its cost, see ``docs/how-to/staleness.md``.
+            its cost, see ``docs/how-to/averaging.md``.
         in_flight: rounds of sums that may be outstanding when an iteration begins while another
             worker is slow, at most ``s``. If no worker is slow, one round may be outstanding, so
             that slow connections do not delay gradients. None (``none``): as many as ``s``, as in
@@ -693,8 +693,8 @@ def Ripples(
         compression: encoding of parameters: ``"fp32"`` (unchanged) or ``"bf16"``.
         average_state: average the optimizer's state per element (momentum, the two moments of Adam)
             together with the parameters; otherwise each worker keeps its own.
-        encrypted: encrypt messages to and from the generator. Parameters are sent over connections
-            that are neither authenticated nor encrypted. No effect with ``"static"``.
+        encrypted: encrypt messages to and from the generator. Parameters use the connections of
+            collectives (``encrypted`` of `wingbeat.init`). No effect with ``"static"``.
 
     Raises:
         UsageError: a value is out of range.
@@ -770,7 +770,7 @@ def LocalSGD(
         average_state: average the optimizer's state per element (momentum, the two moments of Adam)
             together with the parameters; otherwise each worker keeps its own.
         encrypted: encrypt messages to and from the generator, which tracks the membership.
-            Parameters are sent over connections that are neither authenticated nor encrypted.
+            Parameters use the connections of collectives (``encrypted`` of `wingbeat.init`).
 
     Raises:
         UsageError: a value is out of range.
@@ -823,7 +823,7 @@ def DiLoCo(
             as ``"sketch@4"`` or ``TopK(density=0.02, bits=2)`` (SparseLoCo, Sarfi et al., 2025),
             whose error is added to the next change.
         encrypted: encrypt messages to and from the generator, which tracks the membership.
-            Parameters are sent over connections that are neither authenticated nor encrypted.
+            Parameters use the connections of collectives (``encrypted`` of `wingbeat.init`).
 
     Raises:
         UsageError: a value is out of range.

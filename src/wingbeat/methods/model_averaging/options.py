@@ -125,8 +125,8 @@ class Groups(PartnersPart):
         threshold: C_thres of the slowdown filter (5.3), for ``"smart"`` and ``"paper"``. None
             (``none`` on the command line): no filter.
         seed: seed of random choices.
-        encrypted: encrypt messages to and from the generator. Parameters are sent over connections
-            that are neither authenticated nor encrypted.
+        encrypted: encrypt messages to and from the generator. Parameters use the connections of
+            collectives (``encrypted`` of `wingbeat.init`).
 
     Raises:
         UsageError: a value is out of range.
