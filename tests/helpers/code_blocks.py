@@ -203,4 +203,6 @@ def _execute(
         )  # fmt: skip
     except subprocess.TimeoutExpired as late:
         raise AssertionError(f"{name}: still running after {seconds} s: {late.stderr}") from None
-    assert done.returncode == 0, f"{name}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    # What the worker wrote: torchrun's own report of its end follows it, and is longer.
+    said = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", done.stderr, flags=re.MULTILINE)[0]
+    assert done.returncode == 0, f"{name}: {done.stdout[-2000:]}\n{said[-4000:]}"
