@@ -6,6 +6,7 @@ MODEL ?= paced:resnet50@0.25
 STRATEGIES ?= ddp allreduce dear
 ITERATIONS ?= 30
 TESTS ?=
+PYTHONS ?=
 
 BIN := .venv/bin
 VENV := .venv/bin/activate
@@ -60,8 +61,8 @@ test-gpu: $(READY) ## Run the tests that need a CUDA device
 test-streams: $(READY) ## Run the contract of strategies with 2,000 orders of an accelerator's streams
 	$(BIN)/python tools/streams.py --json out/streams.json
 
-wheel-test: $(READY) ## Build the wheel, install it into a bare environment, train a step there
-	$(BIN)/python tools/wheel_test.py $(PIP_ARGS)
+wheel-test: $(READY) ## Build the wheel, install it beside torch without a compiler, train a step there; PYTHONS= more
+	$(BIN)/python tools/wheel_test.py --python $(BIN)/python $(PYTHONS) $(PIP_ARGS)
 
 sanitize: $(READY) ## Run the C++ kernels under the address and undefined behaviour sanitizers
 	@$(BIN)/cmake --log-level=WARNING -S native -B build/sanitize -DWINGBEAT_SANITIZE=ON -DWINGBEAT_EXTENSION=OFF

@@ -252,6 +252,19 @@ print(*({{"torch", "numpy", "prometheus_client"}} & set(sys.modules)))
     assert done.stdout.splitlines()[-1] == ("prometheus_client" if loaded else "")
 
 
+def test_port_without_its_library_names_the_extra_and_the_socket_still_answers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "wingbeat.observe.prometheus", raising=False)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+
+    async def visit(running: Running) -> None:
+        assert "pip install 'wingbeat[metrics]'; training continues" in running.said[0]
+        assert (await running.ask())["name"] == "train-1"
+
+    play(visit, Places(str(folder), port=0), lines=1)
+
+
 @pytest.mark.parametrize(
     ("request_line", "status", "body"),
     [

@@ -163,7 +163,16 @@ class Supervisor:
         host, port = self._places.host, self._places.port
         if port is None:
             return None
-        importlib.import_module("wingbeat.observe.prometheus")  # fail now if the library is missing
+        try:
+            importlib.import_module("wingbeat.observe.prometheus")
+        except ModuleNotFoundError as error:
+            if error.name != "prometheus_client":
+                raise
+            self._tell(
+                f"cannot serve metrics at {host}:{port}: prometheus-client is not installed: pip "
+                "install 'wingbeat[metrics]'; training continues"
+            )
+            return None
         deadline = time.monotonic() + _BIND_S
         while True:
             try:
