@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.ports import free_port
-from wingbeat.cli.doctor import meeting_of
+from wingbeat.cli.doctor import rendezvous_of
 from wingbeat.errors import UsageError
 
 
@@ -84,21 +84,21 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT
 
 
 def test_rank_0_serves_the_store_unless_torchrun_does() -> None:
-    meeting = meeting_of(TORCHRUN)
-    assert meeting is not None
-    assert meeting.serves
-    assert meeting.where == "node1:29500 (MASTER_ADDR, MASTER_PORT)"
+    rendezvous = rendezvous_of(TORCHRUN)
+    assert rendezvous is not None
+    assert rendezvous.serves
+    assert rendezvous.where == "node1:29500 (MASTER_ADDR, MASTER_PORT)"
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "3"}
-    kept = meeting_of({**TORCHRUN, **agent})
+    kept = rendezvous_of({**TORCHRUN, **agent})
     assert kept is not None
     assert (kept.serves, kept.attempt) == (False, "3")
-    assert meeting_of({}) is None
+    assert rendezvous_of({}) is None
 
 
 @pytest.mark.parametrize("wrong", [{"RANK": "2"}, {"MASTER_PORT": "0"}, {"MASTER_PORT": "65536"}])
 def test_values_out_of_range_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="MASTER_PORT 1 to 65535"):
-        meeting_of({**TORCHRUN, **wrong})
+        rendezvous_of({**TORCHRUN, **wrong})
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from helpers.ports import free_port
 from wingbeat.doctor import peers
 from wingbeat.doctor.checks import FAILED, Finding
 from wingbeat.doctor.facts import Facts, Nic, Place, reach
-from wingbeat.doctor.peers import Meeting, Result
+from wingbeat.doctor.peers import Rendezvous, Result
 from wingbeat.transport.interfaces import Host, Interface
 
 KEY = b"0123456789abcdef"
@@ -47,9 +47,9 @@ def examine() -> Iterator[Examine]:
             own: Facts, *, key: bytes | None = KEY, timeout: float = LONG, **changes: Any
         ) -> Future[Result]:
             given = {"size": own.size, "host": "127.0.0.1", "port": port, "serves": own.rank == 0}
-            meeting = Meeting(**{"rank": own.rank, **given, **changes})
+            rendezvous = Rendezvous(**{"rank": own.rank, **given, **changes})
             return pool.submit(
-                lambda: peers.examine(own, meeting, key, timeout=timeout, named=["lo"])
+                lambda: peers.examine(own, rendezvous, key, timeout=timeout, named=["lo"])
             )
 
         yield start

@@ -16,7 +16,7 @@ from wingbeat.errors import UsageError, WingbeatError
 
 if TYPE_CHECKING:
     from wingbeat.doctor.checks import Finding
-    from wingbeat.doctor.peers import Meeting, Result
+    from wingbeat.doctor.peers import Rendezvous, Result
 
 HELP = """Check this host, or all hosts of a job before it starts, with what to do.
 
@@ -89,30 +89,30 @@ def _examine(named: list[str] | None, timeout: float, measure: bool) -> tuple[Re
     descriptors.raise_limit()
     env = dict(os.environ)
     try:
-        meeting = meeting_of(env)
+        rendezvous = rendezvous_of(env)
     except UsageError as error:
         own = facts.collect(env)
         value, _, remedy = str(error).rpartition(": ")
         findings = [*checks.local(own), checks.Finding("launcher", checks.FAILED, value, remedy)]
         return peers.Result(findings=findings, failed=True), 0, 1
-    if meeting is None or meeting.size == 1:
+    if rendezvous is None or rendezvous.size == 1:
         own = facts.collect(env)
         findings = checks.local(own)
         return peers.Result(findings=findings, failed=checks.failed(findings)), 0, 1
-    own = facts.collect(env, meeting.rank, meeting.size)
+    own = facts.collect(env, rendezvous.rank, rendezvous.size)
     try:
         key = job_key(env)
     except UsageError:  # a finding of its own
         key = None
     done = peers.examine(
         own,
-        meeting,
+        rendezvous,
         key,
         timeout=timeout,
         named=named or None,
         measure=(lambda: _measure(named, timeout)) if measure else None,
     )
-    return done, meeting.rank, meeting.size
+    return done, rendezvous.rank, rendezvous.size
 
 
 def _check_modules() -> None:
@@ -127,12 +127,12 @@ def _check_modules() -> None:
             raise WingbeatError(f"{module} cannot be loaded: {error}; {remedy}") from None
 
 
-def meeting_of(env: Mapping[str, str]) -> Meeting | None:
+def rendezvous_of(env: Mapping[str, str]) -> Rendezvous | None:
     """Return where the processes of a job meet, by the launcher's variables; None without one.
 
     A `UsageError` if they are incomplete or invalid.
     """
-    from wingbeat.doctor.peers import Meeting
+    from wingbeat.doctor.peers import Rendezvous
     from wingbeat.transport import launchers
 
     found = {**env, **launchers.from_environment(env)}
@@ -146,7 +146,7 @@ def meeting_of(env: Mapping[str, str]) -> Meeting | None:
             f"RANK={rank}, WORLD_SIZE={size}, MASTER_PORT={port}: RANK must be less than "
             "WORLD_SIZE, and MASTER_PORT 1 to 65535"
         )
-    return Meeting(
+    return Rendezvous(
         rank=rank,
         size=size,
         host=found["MASTER_ADDR"],

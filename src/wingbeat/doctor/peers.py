@@ -72,7 +72,7 @@ _IP_MTU, _IPV6_MTU = 14, 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where the processes of a job meet.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Verdict(NamedTuple):
 
 def examine(
     own: Facts,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     key: bytes | None,
     *,
     timeout: float = 60.0,
@@ -138,7 +138,7 @@ def examine(
 
     Args:
         own: the facts of this process.
-        meeting: where they meet.
+        rendezvous: where they meet.
         key: the job's key, or None.
         timeout: seconds for all of it, without ``measure``.
         named: names of the interfaces to use on this host, as in `wingbeat.init`.
@@ -146,11 +146,13 @@ def examine(
     """
     begin = time.monotonic()
     alone = checks.local(own, _local_size(own))
-    reached, store = _open_store(meeting, key, begin + timeout / 2)
+    reached, store = _open_store(rendezvous, key, begin + timeout / 2)
     if store is None:
         return Result(findings=[*alone, reached], failed=True)
     try:
-        return _Examination(own, meeting, key, timeout, named, store, reached, measure).run(begin)
+        return _Examination(own, rendezvous, key, timeout, named, store, reached, measure).run(
+            begin
+        )
     except _Failed as failure:
         with contextlib.suppress(RuntimeError):
             store.set(f"done/{own.rank}", "")
@@ -159,7 +161,8 @@ def examine(
         lost = Finding(
             "store",
             FAILED,
-            f"rank {own.rank}: the store at {meeting.where} does not answer: {first_line(error)}",
+            f"rank {own.rank}: the store at {rendezvous.where} does not answer: "
+            f"{first_line(error)}",
             remedy="rank 0 has ended, or its network is down: read its output",
         )
         return Result(findings=[*alone, lost], failed=True)
@@ -182,21 +185,21 @@ class _Failed(Exception):
 
 
 def _open_store(
-    meeting: Meeting, key: bytes | None, deadline: float
+    rendezvous: Rendezvous, key: bytes | None, deadline: float
 ) -> tuple[Finding, TorchStore | None]:
     """Return the finding of the store, and the store if it was reached."""
     reached = Reach()
-    if not meeting.serves:
-        reached = reach(meeting.host, meeting.port, deadline)
+    if not rendezvous.serves:
+        reached = reach(rendezvous.host, rendezvous.port, deadline)
     loopback = reached.address.startswith("127.") or reached.address == "::1"
     if reached.outcome == "ok":
         begin = time.monotonic()
         try:
             seconds = max(1.0, deadline - begin)
-            root = tcp_store(meeting.host, meeting.port, seconds, serves=meeting.serves)
+            root = tcp_store(rendezvous.host, rendezvous.port, seconds, serves=rendezvous.serves)
             auth = None if key is None else Authenticator(key, "doctor")
-            store = TorchStore(root, auth).under(f"wingbeat/doctor/{meeting.attempt}")
-            return checks.store(meeting.rank, meeting.where, reached), store
+            store = TorchStore(root, auth).under(f"wingbeat/doctor/{rendezvous.attempt}")
+            return checks.store(rendezvous.rank, rendezvous.where, reached), store
         except RuntimeError as error:
             used = "EADDRINUSE" in str(error) or "address already in use" in str(error)
             reached = replace(
@@ -205,7 +208,7 @@ def _open_store(
                 detail="the port is in use" if used else first_line(error)[:200],
                 seconds=time.monotonic() - begin,
             )
-    return checks.store(meeting.rank, meeting.where, reached, loopback=loopback), None
+    return checks.store(rendezvous.rank, rendezvous.where, reached, loopback=loopback), None
 
 
 # -- the exchange ---------------------------------------------------------------------------
@@ -217,7 +220,7 @@ class _Examination:
     def __init__(
         self,
         own: Facts,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         key: bytes | None,
         timeout: float,
         named: Sequence[str] | None,
@@ -225,10 +228,10 @@ class _Examination:
         reached: Finding,
         measure: Callable[[], list[Finding]] | None,
     ) -> None:
-        self._own, self._meeting, self._key = own, meeting, key
+        self._own, self._key = own, key
         self._timeout, self._named, self._store = timeout, named, store
         self._reached, self._measure = reached, measure
-        self._rank, self._size = meeting.rank, meeting.size
+        self._rank, self._size = rendezvous.rank, rendezvous.size
 
     def run(self, begin: float) -> Result:
         self._claim()
@@ -286,7 +289,7 @@ class _Examination:
                 found[rank] = self._read(f"{name}/{rank}", hint, left)
         return found
 
-    # -- who is there
+    # -- ranks
 
     def _claim(self) -> None:
         """Publish the facts of this process, unless another one has its rank."""
@@ -447,10 +450,11 @@ class _Examination:
             verdict = self._read("verdict", _Verdict, seconds)
         except (TimeoutError, MalformedMessage):
             raise self._silence(seconds) from None
+        findings: list[Finding] = []
         if verdict.measures and self._measure is not None:
-            self._measure()
+            findings = self._measure()
         self._store.set(f"done/{self._rank}", "")
-        return Result(failed=verdict.failed)
+        return Result(failed=verdict.failed or checks.failed(findings))
 
 
 def _known(
