@@ -11,7 +11,8 @@ import pytest
 from helpers.templates import ERRORS, VALUE, Template, templates
 
 TEXT = (Path(__file__).parents[1] / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
-INTRODUCTION, _, TABLES = TEXT.partition("## Setting up")
+PLAIN = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
+INTRODUCTION, _, TABLES = PLAIN.partition("## Setting up")
 
 OF_DATA = re.compile(r"malformed|\bsent?\b|\bsends\b|brought|have come|has come|damaged")
 """What another worker has sent: nearly a hundred messages with one reason, told at the top."""

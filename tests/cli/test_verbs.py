@@ -46,7 +46,8 @@ def test_verbs_are_the_documented_ones() -> None:
 def test_the_documentation_lists_verbs_at_all() -> None:
     lab = {"lab run", "lab stats", "lab doctor"}
     assert (
-        lab | {"bench", "demo", "plan", "probe", "profile", "show", "store", "top"} == _documented()
+        lab | {"bench", "demo", "doctor", "plan", "probe", "profile", "show", "store", "top"}
+        == _documented()
     )
 
 
@@ -84,4 +85,7 @@ def test_without_other_packages_the_verbs_are_those_of_wingbeat() -> None:
         "print([each.name for each in app.registered_commands], 'wingbeat_lab' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['plan', 'probe', 'profile', 'show', 'store', 'top'] False"
+    assert (
+        done.stdout.strip()
+        == "['doctor', 'plan', 'probe', 'profile', 'show', 'store', 'top'] False"
+    )

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from helpers import tcp as ranks
-from wingbeat.transport import encryption, repair, tcp
+from wingbeat.transport import encryption, handshake, repair, tcp
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.repair import Returns, Silence
 from wingbeat.transport.tcp import TcpLink
@@ -189,9 +189,9 @@ def test_process_of_another_incarnation_continues_nothing(
     port = ports(made, 0)[0]
     address = port._listeners[0].getsockname()
     with socket.create_connection(address, 20.0, (place(0, 1), 0)) as stranger:
-        identity = tcp._IDENTITY.pack(1, 0, 0, 1, b"another!")
+        identity = handshake.IDENTITY.pack(1, 0, 0, 1, b"another!")
         with pytest.raises(repair.EndedError):
-            tcp._prove(stranger, identity, port._key)
+            handshake.prove(stranger, identity, port._key)
     exchange(made, 0, 1, 1000)
 
 

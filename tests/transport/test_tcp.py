@@ -22,7 +22,7 @@ import torch
 from helpers import tcp as ranks
 from wingbeat import _native
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.transport import tcp
+from wingbeat.transport import handshake, tcp
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.tcp import GroupLink, TcpLink
 from wingbeat.types import Group
@@ -380,7 +380,7 @@ def test_rank_with_another_key_is_refused(caplog: pytest.LogCaptureFixture) -> N
 def bother(stranger: socket.socket, number: int) -> socket.socket:
     """Hold a connection, send garbage, or send a correct answer with a wrong tag."""
     if number % 3:
-        stranger.send(b"\0" * (tcp._ANSWER_BYTES if number % 3 == 1 else 5))
+        stranger.send(b"\0" * (handshake.PROOF_BYTES if number % 3 == 1 else 5))
     return stranger
 
 
@@ -442,7 +442,7 @@ def test_flood_from_one_host_closes_no_handshake_of_another(job: Job) -> None:
         for _ in range(3 * tcp._MAX_STRANGERS):
             stranger = stack.enter_context(connect(("127.0.0.1", 0)))
         assert stranger.recv(8) == b"wingbeat", "all were accepted"
-        tcp._prove(member, tcp._IDENTITY.pack(1, 0, 0, 0, bytes(8)), port._key)
+        handshake.prove(member, handshake.IDENTITY.pack(1, 0, 0, 0, bytes(8)), port._key)
 
 
 class Job:

@@ -1,9 +1,10 @@
 """The ``wingbeat`` command: its subcommands, and errors as one line.
 
-``plan``, ``probe``, ``profile``, ``show``, ``store`` and ``top`` are defined here. Other packages
-add commands through the entry-point group ``wingbeat.commands``: each entry point names a function
-that receives the Typer application. ``wingbeat_lab`` adds ``bench``, ``demo`` and ``lab``, so this
-package does not import it. A new entry point takes effect after the package is installed again.
+``doctor``, ``plan``, ``probe``, ``profile``, ``show``, ``store`` and ``top`` are defined here.
+Other packages add commands through the entry-point group ``wingbeat.commands``: each entry point
+names a function that receives the Typer application. ``wingbeat_lab`` adds ``bench``, ``demo`` and
+``lab``, so this package does not import it. A new entry point takes effect after the package is
+installed again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import typer
 
-from wingbeat.cli import plan, probe, profile, show, store, top
+from wingbeat.cli import doctor, plan, probe, profile, show, store, top
 from wingbeat.errors import UsageError, WingbeatError
 
 # Typer bundles click under a private name, so its error is reached through a public class.
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 for entry_point in entry_points(group="wingbeat.commands"):
     entry_point.load()(app)
+doctor.register(app)
 plan.register(app)
 probe.register(app)
 profile.register(app)

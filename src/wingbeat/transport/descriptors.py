@@ -30,6 +30,22 @@ _RESERVED = 4
 """Descriptors kept free for other uses, such as files and imports."""
 
 
+def of_world(ranks: int, on_host: int, interfaces: int, *, serves: bool) -> int:
+    """Return the descriptors of a rank that connects to all others, and of the default group.
+
+    ``on_host`` is the number of ranks of its host. ``serves`` is whether it is rank 0, which has a
+    second connection of each rank, to the store.
+    """
+    return (
+        GLOO_DEVICE_DESCRIPTORS
+        + interfaces * INTERFACE_DESCRIPTORS
+        + (1 + interfaces) * (ranks - 1)
+        + interfaces * DOORBELLS * (on_host - 1)
+        + 1
+        + ranks * serves
+    )
+
+
 def raise_limit() -> None:
     """Raise the soft limit of open descriptors, RLIMIT_NOFILE, to the hard one."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -110,12 +110,12 @@ def _launcher_variables(
 ) -> dict[str, str]:
     for launcher in _LAUNCHERS:
         if launcher.rank in env and launcher.size in env:
-            rank, size = _parse_count(env, launcher.rank), _parse_count(env, launcher.size)
+            rank, size = parse_count(env, launcher.rank), parse_count(env, launcher.size)
             if size < 2:
                 return {}
             found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
             if launcher.local_rank in env:
-                found["LOCAL_RANK"] = str(_parse_count(env, launcher.local_rank))
+                found["LOCAL_RANK"] = str(parse_count(env, launcher.local_rank))
             job = env.get(JOB) or _job_id(env, launcher, size, find_launcher)
             return found | _address(env, launcher, size, job) | ({JOB: job} if job else {})
     return {}
@@ -131,7 +131,7 @@ def _job_id(
     for name in _MPI_JOBS:
         if env.get(name):
             return f"mpirun {env[name]}"
-    local = _parse_count(env, launcher.local_size, default=0) == size
+    local = parse_count(env, launcher.local_size, default=0) == size
     by = find_launcher(launcher.rank) if local else ""
     return f"mpirun {by}" if by else ""
 
@@ -141,7 +141,7 @@ def _address(env: Mapping[str, str], launcher: _Launcher, size: int, job: str) -
     if launcher.name == "srun":
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
         return {"MASTER_ADDR": first_node(nodes)} | port if nodes else {}
-    if _parse_count(env, launcher.local_size, default=0) == size:
+    if parse_count(env, launcher.local_size, default=0) == size:
         return {"MASTER_ADDR": "127.0.0.1"} | port
     if "MASTER_ADDR" in env:
         return port
@@ -171,7 +171,8 @@ def first_node(nodes: str) -> str:
     return first.strip()
 
 
-def _parse_count(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def parse_count(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a variable of an environment; a `UsageError` if it is no whole number."""
     if default is not None and name not in env:
         return default
     if not re.fullmatch(r"[0-9]{1,9}", env[name]):

@@ -729,14 +729,7 @@ def _connect(
     world.networks = _exchange_networks(world, chosen)
     world.interfaces = tuple(interface.name for interface in chosen)
     descriptors.require(
-        # Includes the default group's device. Rank 0 has a second connection of each rank, to the
-        # store.
-        descriptors.GLOO_DEVICE_DESCRIPTORS
-        + len(chosen) * descriptors.INTERFACE_DESCRIPTORS
-        + (1 + len(chosen)) * (size - 1)
-        + len(chosen) * descriptors.DOORBELLS * (_local_ranks(world.layout, rank) - 1)
-        + 1
-        + size * (rank == 0),
+        descriptors.of_world(size, _local_ranks(world.layout, rank), len(chosen), serves=rank == 0),
         f"rank {rank}: connecting {size} ranks",
     )
     if start is not None:

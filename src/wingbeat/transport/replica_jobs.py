@@ -12,7 +12,6 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Annotated, NamedTuple
 
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from wingbeat.schema import MalformedMessage, Range, parse_json, printable
 from wingbeat.transport.failures import is_alive
 from wingbeat.transport.store import read_value
 from wingbeat.transport.text import first_line
-from wingbeat.transport.torch_store import TorchStore
+from wingbeat.transport.torch_store import TorchStore, tcp_store
 
 NUMBER, COUNT, STORE = "WINGBEAT_REPLICA", "WINGBEAT_REPLICAS", "WINGBEAT_STORE"
 """Variables of a replica that is a torch job of its own; all of them or none are set."""
@@ -121,13 +120,7 @@ def reach_store(settings: ReplicaSettings, rank: int, seconds: float) -> dist.St
     """Return a connection to the store; a `RendezvousError` if it is not reached in ``seconds``."""
     begin = time.monotonic()
     try:
-        return dist.TCPStore(
-            settings.host,
-            settings.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=seconds),
-        )
+        return tcp_store(settings.host, settings.port, seconds)
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"rank {rank} did not reach the store at {settings.where} after "

@@ -28,7 +28,6 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -44,20 +43,19 @@ from wingbeat.errors import RendezvousError
 from wingbeat.observe.log import log
 from wingbeat.settings import is_on
 from wingbeat.transport import encryption, repair
+from wingbeat.transport.handshake import (
+    IDENTITY,
+    MAGIC,
+    PROOF_BYTES,
+    check_proof,
+    new_challenge,
+    prove,
+    sign,
+)
 from wingbeat.transport.interfaces import Interface, host_identity
 from wingbeat.transport.link import TAG_BITS, group_prefix
 from wingbeat.transport.store import Store
 from wingbeat.types import Group
-
-_MAGIC = b"wingbeat"
-_NONCE_BYTES = _TAG_BYTES = 32
-_CHALLENGE_BYTES = len(_MAGIC) + _NONCE_BYTES
-_IDENTITY = struct.Struct("<IIII8s")
-"""Rank of the connecting process, rank that it connects to, index of the interface, 1 if its
-connection continues over this socket or 0 if it begins, and the incarnation of the connecting
-process.
-"""
-_ANSWER_BYTES = len(_MAGIC) + _IDENTITY.size + _NONCE_BYTES + _TAG_BYTES
 
 _MAPPED = b"m"
 """Sent by the connecting process once it has mapped the shared memory."""
@@ -443,53 +441,11 @@ def _checked(rank: int, peer: int, answer: Any, interfaces: int) -> _Answer:
     )
 
 
-def _tag(key: bytes, role: bytes, handshake: bytes) -> bytes:
-    return hmac.digest(key, role + handshake, "sha256")
-
-
 def _log_no_memory(rank: int, peer: int, error: Exception) -> None:
     log.warning(
         "rank %d shares no memory with rank %d, which is on the same host: %s; they use TCP",
         *(rank, peer, str(error)),
     )
-
-
-def _prove(connection: socket.socket, identity: bytes, key: bytes) -> tuple[bytes, list[int]]:
-    """Run the connecting side of the handshake; an `OSError` if the peer lacks the key.
-
-    Returns what both ends have sent, and the descriptors that came with the answer.
-    """
-    challenge = _read_exactly(connection, _CHALLENGE_BYTES)
-    if not challenge.startswith(_MAGIC):
-        raise ConnectionError("another program answers there")
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    handshake = challenge + identity + nonce
-    connection.sendall(_MAGIC + identity + nonce + _tag(key, b"connect", handshake))
-    expected = _tag(key, b"accept", handshake)
-    answer, descriptors, _, _ = socket.recv_fds(
-        connection, _TAG_BYTES, _native.Rings.DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-    )
-    try:
-        answer += _read_exactly(connection, _TAG_BYTES - len(answer))
-        if hmac.compare_digest(answer, _tag(key, b"ended", handshake)):
-            raise repair.EndedError("the peer has ended the connection")
-        if not hmac.compare_digest(answer, expected):
-            raise ConnectionError("the peer does not have this job's key")
-    except BaseException:
-        for each in descriptors:
-            os.close(each)
-        raise
-    return handshake, descriptors
-
-
-def _read_exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
-            raise ConnectionError("the peer closed the connection")
-        data += more
-    return data
 
 
 def _set_options(connection: socket.socket, dscp: int) -> None:
@@ -588,7 +544,7 @@ class _Port(threading.Thread):
     def dial(self, peer: int, deadline: float) -> None:
         """Connect to a rank from the interface's address, unless it connects to this one first."""
         begin, own, again = time.monotonic(), self.interface, peer in self._dialing
-        identity = _IDENTITY.pack(self._rank, peer, self._index, 0, self._ranks.incarnation)
+        identity = IDENTITY.pack(self._rank, peer, self._index, 0, self._ranks.incarnation)
         locally = True
         while True:
             answer = self._ranks.find(peer) if again else self._ranks.first[peer]
@@ -647,7 +603,7 @@ class _Port(threading.Thread):
             answer = self._ranks.find(peer)
             if answer.incarnation != known:
                 raise repair.EndedError("the peer was restarted")
-        identity = _IDENTITY.pack(self._rank, peer, self._index, 1, self._ranks.incarnation)
+        identity = IDENTITY.pack(self._rank, peer, self._index, 1, self._ranks.incarnation)
         place = answer.places[path]
         made = self._sibling(path)._dial_over_tcp(place, identity, seconds, _AGAIN_S)
         self._continue(peer, path, *made)
@@ -675,7 +631,7 @@ class _Port(threading.Thread):
         with socket.create_connection(target, seconds, (self.interface.address, 0)) as connection:
             connection.settimeout(answer_s)
             try:
-                handshake, _ = _prove(connection, identity, self._key)
+                handshake, _ = prove(connection, identity, self._key)
             except TimeoutError:
                 raise ConnectionError("the process there does not answer") from None
             _set_options(connection, self._dscp)
@@ -690,7 +646,7 @@ class _Port(threading.Thread):
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(min(seconds, _HANDSHAKE_S))
                 connection.connect("\0" + name)
-                _, descriptors = _prove(connection, identity, self._key)
+                _, descriptors = prove(connection, identity, self._key)
                 rings = _native.Rings(descriptors)
                 connection.sendall(_MAPPED)
                 return connection.detach(), b"", rings
@@ -737,7 +693,7 @@ class _Port(threading.Thread):
         while len(self._pending) >= self._most:
             self._drop_stranger()
         connection.setblocking(False)
-        challenge = _MAGIC + secrets.token_bytes(_NONCE_BYTES)
+        challenge = new_challenge()
         with contextlib.suppress(OSError):
             connection.send(challenge)  # fits into the empty send buffer
         until = time.monotonic() + _HANDSHAKE_S
@@ -749,7 +705,7 @@ class _Port(threading.Thread):
         newcomer = self._pending.get(connection)
         if newcomer is None:
             return
-        awaited = _ANSWER_BYTES if newcomer.rings is None else _ANSWER_BYTES + len(_MAPPED)
+        awaited = PROOF_BYTES if newcomer.rings is None else PROOF_BYTES + len(_MAPPED)
         try:
             data = connection.recv(awaited - len(newcomer.data))
         except OSError:
@@ -764,13 +720,9 @@ class _Port(threading.Thread):
                 self._add(connection, newcomer)
 
     def _admit(self, connection: socket.socket, newcomer: _Newcomer) -> None:
-        magic, identity, nonce, tag = struct.unpack(
-            f"<{len(_MAGIC)}s{_IDENTITY.size}s{_NONCE_BYTES}s{_TAG_BYTES}s", newcomer.data
-        )
-        peer, target, index, continues, incarnation = _IDENTITY.unpack(identity)
-        handshake = newcomer.challenge + identity + nonce
-        expected = _tag(self._key, b"connect", handshake)
-        known = magic == _MAGIC and hmac.compare_digest(tag, expected)
+        proof = check_proof(newcomer.challenge, newcomer.data, self._key)
+        peer, target, index, continues, incarnation = IDENTITY.unpack(proof.identity)
+        handshake, known = proof.handshake, proof.valid
         others = peer != self._rank and peer < len(self._ranks.first)
         expected_here = index < len(self.siblings) if continues else index == self._index
         if not known or target != self._rank or not expected_here or not others:
@@ -791,7 +743,7 @@ class _Port(threading.Thread):
         if dialing or again:
             self._drop(connection)
             return
-        reply = _tag(self._key, b"accept", handshake)
+        reply = sign(self._key, b"accept", handshake)
         try:
             if connection.family == socket.AF_UNIX:
                 newcomer.rings = _native.Rings()
@@ -818,7 +770,7 @@ class _Port(threading.Thread):
         handshake: bytes,
     ) -> None:
         """Continue a connection of the interface of ``port`` over this one."""
-        incarnation = _IDENTITY.unpack_from(newcomer.data, len(_MAGIC))[-1]
+        incarnation = IDENTITY.unpack_from(newcomer.data, len(MAGIC))[-1]
         usable = port._incarnations.get(peer) == incarnation and port.nic.health(peer) is not None
         with port._changed:
             dialing = peer in port._dialing and self._rank > peer
@@ -826,7 +778,7 @@ class _Port(threading.Thread):
             self._drop(connection)
             return
         try:
-            connection.send(_tag(self._key, b"accept" if usable else b"ended", handshake))
+            connection.send(sign(self._key, b"accept" if usable else b"ended", handshake))
             if usable:
                 _set_options(connection, self._dscp)
                 keys = encryption.keys(self._encrypted, connection, self._key, False, handshake)

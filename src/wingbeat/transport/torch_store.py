@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -209,6 +210,22 @@ class TorchStore:
             self._warned.add(key)
             log.warning("the value of %s in the store is rejected: %s", key, why)
         raise RejectedValue(f"{key}: {why}")
+
+
+def tcp_store(host: str, port: int, seconds: float, *, serves: bool = False) -> dist.Store:
+    """Return torch's store at an address, which this process connects to or ``serves``.
+
+    A later `wingbeat.init` of a process that serves it uses the same server. Waits for no other
+    process. A `RuntimeError` after ``seconds``, or if the port is in use.
+    """
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=serves,
+        wait_for_workers=False,
+        multi_tenant=serves,
+        timeout=timedelta(seconds=seconds),
+    )
 
 
 OF_JOB = frozenset({"failed", "here", "left", "waited", "waiting"})
