@@ -797,10 +797,14 @@ def _layout_of(world: World, hosts: Sequence[nic.Host]) -> Layout:
     launched = range(world.size) if job is None else range(job.first, job.first + job.size)
     found = sum(hosts[each].identity == hosts[rank].identity for each in launched)
     if int(told) != found:
+        remedy = "a container with a network namespace of its own is a host; start it with the "
+        remedy += "network of the host"
+        if found > int(told):
+            remedy = "several launchers run there, and these ranks use the loopback interface; "
+            remedy += "start one on each host"
         log.warning(
-            "rank %d: LOCAL_WORLD_SIZE is %s, but %d of the ranks are on its host: a container "
-            "with a network namespace of its own is a host; start it with the network of the host",
-            *(rank, told, found),
+            "rank %d: LOCAL_WORLD_SIZE is %s, but %d of the ranks are on its host: %s",
+            *(rank, told, found, remedy),
         )
     return layout
 
