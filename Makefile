@@ -53,7 +53,7 @@ test: $(READY) ## Run the tests, those marked slow or gpu excepted
 	$(BIN)/python tools/test.py "not slow and not gpu" $(TESTS)
 
 test-slow: $(READY) ## Run the tests that take long or belong to a figure, and all examples of the others
-	WINGBEAT_ALL_EXAMPLES=1 $(BIN)/python tools/test.py "(slow or hypothesis) and not gpu" $(TESTS)
+	WINGBEAT_TEST_ALL_EXAMPLES=1 $(BIN)/python tools/test.py "(slow or hypothesis) and not gpu" $(TESTS)
 
 test-gpu: $(READY) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(TESTS)

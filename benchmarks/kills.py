@@ -43,7 +43,7 @@ from common import at_least_one, refuse_unwritable, show, write
 from wingbeat_lab.bench.table import Printed
 
 WORKERS, SERVERS = 3, 2
-MARK = "WINGBEAT_KILLS"
+MARK = "WINGBEAT_BENCH_KILLS"
 """In the environment of every process of this run, to find those left behind."""
 
 PATIENCE = 60.0

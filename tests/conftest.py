@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SEED = 20_240
 
-ALONE_FILES = "WINGBEAT_ALONE_FILES"
+ALONE_FILES = "WINGBEAT_TEST_ALONE_FILES"
 """Environment variable: where tools/test.py wants to be told which files have tests for later."""
 
 settings.register_profile("local", deadline=None, max_examples=examples(100))

@@ -46,7 +46,7 @@ def run_both(marks: str, chosen: Sequence[str]) -> tuple[int, Counter[str]]:
         first, counts = run(
             f"({marks}) and not alone",
             ["-n", str(workers), "--dist", "worksteal", *chosen],
-            WINGBEAT_ALONE_FILES=str(listed),
+            WINGBEAT_TEST_ALONE_FILES=str(listed),
         )
         # To load all files again takes as long as many of these tests.
         files = listed.read_text(encoding="utf-8").split("\n") if listed.exists() else []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-ALL_EXAMPLES = "WINGBEAT_ALL_EXAMPLES"
+ALL_EXAMPLES = "WINGBEAT_TEST_ALL_EXAMPLES"
 """Environment variable: set where hypothesis shall try as many examples as a test asks for."""
 
 

@@ -33,7 +33,7 @@ def test_the_whole_training_without_its_warmup_is_described_at_the_end() -> None
     ]
     assert summary_of(reports) == [
         "DeAR(): 100 steps, 100 ms each, 33% of it waiting for communication; "
-        "0.02 MB a step from this host"
+        "host a sent 0.02 MB a step"
     ]
 
 
@@ -65,3 +65,22 @@ def test_unknown_interfaces_and_parts_are_left_out() -> None:
     first, last = report(20, 1.0), report(60, 3.0)
     text = describe(first, Report(0, 2, "a", 1, "DeAR()", 1, last.at_s, last.iteration))
     assert text == "DeAR(): 40 steps, 50 ms each"
+
+
+def test_the_line_ends_with_the_last_comparison() -> None:
+    lines: list[str] = []
+    followed = Summary(lines.append)
+    followed.add(report(WARMUP, 1.0), "")
+    followed.add(report(WARMUP + 40, 5.0), "DDP takes 120 ms")
+    followed.end()
+    assert lines == ["DeAR(): 40 steps, 100 ms each; host a sent 0 MB a step; DDP takes 120 ms"]
+
+
+def test_bytes_over_the_loopback_interface_are_left_out() -> None:
+    def on_one_host(iteration: int, at_s: float, sent: int) -> Report:
+        totals = *(0, 2, "a", 1, "DeAR()", 0, at_s, iteration), {}
+        return Report(*totals, interfaces={"lo": (sent, sent)})
+
+    assert describe(on_one_host(20, 1.0, 0), on_one_host(60, 3.0, 9_000_000)) == (
+        "DeAR(): 40 steps, 50 ms each"
+    )

@@ -124,6 +124,35 @@ def test_strategies_are_tried_on_all_workers_at_once_and_fastest_stays(
         torch.testing.assert_close(found[0][1][name], want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("best", "text"),
+    [
+        (NAMES[0], f"it chose {NAMES[0]}; {NAMES[1]}, as DDP, took 1.5 s"),
+        (NAMES[1], f"it chose {NAMES[1]}, which has DDP's schedule"),
+    ],
+)
+def test_after_the_trial_rank_0_compares_the_choice_with_the_schedule_of_ddp(
+    best: str, text: str, times: dict[str, float], tmp_path: Path
+) -> None:
+    times |= {NAMES[1]: 1.5, best: 0.5}
+    kept = Strategy(
+        plan=parts.Chosen(mb=TINY_MB, steps=1, file=str(tmp_path / "plan.json")), schedule="dear"
+    )
+
+    def compared(world: Any) -> tuple[str, str]:
+        model = net()
+        optimizer = adamw(model.parameters())
+        with _distributed(model, optimizer, kept, world):
+            compare = engine(model).meter.compare
+            before = compare()
+            train(model, optimizer, range(MOST))
+            return before, compare()
+
+    assert NAMES[1].startswith("AllReduce(")
+    assert run(compared) == [("", text), ("", ""), ("", "")]
+    assert run(compared)[0] == (text, text)  # from the plan file
+
+
 @contextmanager
 def _distributed(model: Any, optimizer: Any, strategy: Any, world: Any) -> Iterator[Any]:
     model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)

@@ -423,9 +423,12 @@ def test_ranks_with_one_host_identity_share_a_host(
     assert not caplog.messages
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     rendezvous._layout_of(world, hosts)
-    assert "LOCAL_WORLD_SIZE is 4, but 2 of the ranks are on its host" in caplog.text
+    assert "LOCAL_WORLD_SIZE is 4, but 2 of the ranks are on its host: a container" in caplog.text
     caplog.clear()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    rendezvous._layout_of(world, hosts)
+    assert "is 1, but 2 of the ranks are on its host: several launchers run there" in caplog.text
+    caplog.clear()
     world.torch_job = TorchJob(2, 2, "")  # rank 0, on the same host, was started by another one
     assert rendezvous._layout_of(world, hosts) == Layout([0, 1, 0, 2, 1])
     assert not caplog.messages

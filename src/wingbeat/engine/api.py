@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from wingbeat.collectives import Collectives
+from wingbeat.engine.advice import advise, facts_of
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucket import broadcast_now, dtype_name, strides_of
 from wingbeat.engine.gradients.bucketing import ignored
@@ -155,8 +156,26 @@ def distribute(
     upgrade(optimizer, DeferringOptimizer if engine.update.defers else DistributedOptimizer, engine)
     claim_parameters(engine, engine.trained)
     engine.meter.strategy = repr(strategy)
+    if world.leads and not world.threads and not world.returned:
+        _warn(
+            whole,
+            advise(strategy, facts_of(world, strategy, engine.bucketing.device, meshed=bool(told))),
+        )
     report(whole, engine.meter)
     return model, given
+
+
+_warned: weakref.WeakKeyDictionary[World, set[str]] = weakref.WeakKeyDictionary()
+"""Warnings of each job: several models may give the same."""
+
+
+def _warn(world: World, lines: list[str]) -> None:
+    """Log the lines that this job has not logged."""
+    before = _warned.setdefault(world, set())
+    for line in lines:
+        if line not in before:
+            before.add(line)
+            log.warning("%s", line)
 
 
 def default_strategy(optimizer: torch.optim.Optimizer, *, meshed: bool) -> Strategy:

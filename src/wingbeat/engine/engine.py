@@ -230,6 +230,7 @@ class Engine:
             self.control = Control(
                 self.strategy, self.bucketing, self.compression, self.collectives, self.runtime
             )
+            self.meter.compare = self.control.compare
         local = MEANS in self.strategy.exchange.has
         if not local:
             self.bucketing.build()

@@ -1,16 +1,33 @@
 """wingbeat's log messages, on the logger ``wingbeat``.
 
-If a script configures logging, its handlers receive the messages from level INFO on, unless the
-script sets another level for the logger ``wingbeat``. Otherwise rank 0 writes them to standard
-error, in lines that begin with ``wingbeat:``.
+If a script configures logging, its handlers receive the messages, and a level that it has set for
+the logger ``wingbeat`` stays. Otherwise they go to standard error: from rank 0 those from level
+INFO on, in lines that begin with ``wingbeat:``, and from other ranks warnings and errors, in lines
+that begin with ``wingbeat (rank 3):``. ``WINGBEAT_LOG`` sets one level for all ranks.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
+
+from wingbeat.errors import unknown
 
 log = logging.getLogger("wingbeat")
 """The logger of the whole package."""
+
+VARIABLE = "WINGBEAT_LOG"
+"""Environment variable: the level from which on messages are logged, on all ranks."""
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "off": logging.CRITICAL + 1,
+}
+"""Values of the variable, and the levels of `logging` that they set."""
 
 
 class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]
@@ -21,11 +38,39 @@ class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
-def log_to_stderr() -> None:
-    """Log to standard error, unless the script has configured logging."""
+def chosen_level(env: Mapping[str, str] = os.environ) -> int | None:
+    """Return the level that ``WINGBEAT_LOG`` sets; None without it.
+
+    A `UsageError` if it has another value.
+    """
+    name = env.get(VARIABLE, "")
+    if name and name.lower() not in LEVELS:
+        raise unknown("level", name, LEVELS, where=VARIABLE)
+    return LEVELS[name.lower()] if name else None
+
+
+def log_to_stderr(process: str = "", *, leads: bool = True) -> None:
+    """Log to standard error, unless the script has configured logging.
+
+    Args:
+        process: name of this process in its lines, such as ``rank 3``; a process that leads shows
+            it only if all ranks log the same levels (``WINGBEAT_LOG``).
+        leads: whether its messages from level INFO on are logged by default, as rank 0's; or only
+            warnings and errors.
+
+    Raises:
+        UsageError: ``WINGBEAT_LOG`` has an unknown value.
+    """
+    level = chosen_level()
     if log.handlers or log.level != logging.NOTSET:
         return
     handler = _Fallback()
-    handler.setFormatter(logging.Formatter("wingbeat: %(message)s"))
+    shown = f" ({process})" if process and (level is not None or not leads) else ""
+    handler.setFormatter(logging.Formatter(f"wingbeat{shown}: %(message)s"))
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    if level is not None:
+        log.setLevel(level)
+    elif leads:
+        log.setLevel(logging.INFO)
+    else:  # the script's handlers may receive more
+        handler.setLevel(logging.WARNING)

@@ -89,11 +89,13 @@ class Meter:
         iterations: optimizer steps so far.
         counts: number of rare events by name.
         waited_ns: nanoseconds in which the training thread was blocked on the exchange.
+        compare: returns what is known of an iteration with DDP's schedule, as a phrase; or nothing.
+            Another thread calls it, as `show`'s sources.
     """
 
     __slots__ = (
         *("__weakref__", "_at", "_clock", "_phase", "_sources", "_spent", "_waited"),
-        *("counts", "iterations", "name", "strategy", "waited_ns"),
+        *("compare", "counts", "iterations", "name", "strategy", "waited_ns"),
     )
 
     def __init__(
@@ -102,6 +104,7 @@ class Meter:
         self.name, self.strategy = name, strategy
         self.iterations = 0
         self.waited_ns = 0
+        self.compare: Callable[[], str] = str
         self.counts: dict[str, int] = {}
         self._clock = clock
         self._phase = "other"

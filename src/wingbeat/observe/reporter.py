@@ -245,7 +245,7 @@ class Reporter:
         """
         report = self._report()
         if self._summary is not None:
-            self._summary.add(report)
+            self._summary.add(report, self._comparison())
         mine = report.to_text()
         if self._rank:
             self._store.set(_key(self._rank), mine)
@@ -265,6 +265,12 @@ class Reporter:
                 return None
             self._seen.add(rank)
         return self._store.get(_key(rank), _READ_S)
+
+    def _comparison(self) -> str:
+        """Return what is known of DDP's schedule; nothing with several models."""
+        with self._changing:
+            meters = list(self._meters)
+        return meters[0].compare() if len(meters) == 1 else ""
 
     def _report(self) -> Report:
         with self._changing:

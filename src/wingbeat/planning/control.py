@@ -174,6 +174,14 @@ class Control:
         self._sent: list[tuple[Controller, int]] = []
         self._rows: Rows | None = None
 
+    def compare(self) -> str:
+        """Return what is known of an iteration with DDP's schedule, as a phrase; or nothing.
+
+        Only `wingbeat.Auto` measures it. Predictions from the costs of merged layers missed it by
+        more than a tenth, so there are none.
+        """
+        return "" if self.choosing is None else self.choosing.compare()
+
     def deciding(self) -> bool:
         """Return whether a decision is still open."""
         controllers = (self.trial, self.choosing, self.tuning, self.merging, self.thresholds)

@@ -14,6 +14,7 @@ from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.observe.log import log
+from wingbeat.observe.summary import duration
 from wingbeat.parts.plan import Candidate, Chosen
 from wingbeat.parts.strategy import Strategy
 from wingbeat.planning import bucket_size, files, thresholds
@@ -177,6 +178,7 @@ class StrategyController:
         self._compression.use(self._current.codec)
         self._trial: Trial[int, list[float]] | None = None
         self._iterations = 0
+        self._result: StrategyResult | None = None  # on rank 0
         self.done = False
         self._drift = _DriftAfterDecision(plan.drift, collectives.world.ranks)
         self._key = strategy_key(bucketing, collectives, strategy, self._possible)
@@ -190,6 +192,18 @@ class StrategyController:
     def name(self) -> str:
         """The candidate in use."""
         return self._current.name
+
+    def compare(self) -> str:
+        """Return what the last trial chose, and what DDP's schedule took in it; or nothing."""
+        result = self._result
+        if not self.done or result is None:
+            return ""
+        usual = next((each.name for each in self._possible if each.schedule == "wfbp"), "")
+        took = {each.name: each.seconds for each in result.tried}.get(usual)
+        if result.chosen == usual:
+            return f"it chose {usual}, which has DDP's schedule"
+        text = f"it chose {result.chosen}"
+        return text if took is None else f"{text}; {usual}, as DDP, took {duration(took)}"
 
     def decide(self, name: str) -> None:
         """End the trial with a known candidate; on all workers, before training."""
@@ -251,6 +265,7 @@ class StrategyController:
             for each, seconds in zip(self._candidates, trial.result, strict=True)
         ]
         result = StrategyResult(tried=tuple(timed), chosen=self.name, iterations=self._iterations)
+        self._result = result
         log.info("%s", result.explain())
         if self._plan.file:
             keep(self._plan.file, result, self._key)
@@ -272,9 +287,12 @@ class StrategyController:
     def _known_name(self) -> str | None:
         world, file = self._collectives.world, self._plan.file
         names = [each.name for each in self._possible]
-        answer = known_choice(
-            world, file, StrategyResult, self._key, lambda result: [result.chosen]
-        )
+
+        def choose(result: StrategyResult) -> list[str]:
+            self._result = result
+            return [result.chosen]
+
+        answer = known_choice(world, file, StrategyResult, self._key, choose)
         if answer is None:
             return None
         if isinstance(answer, list) and len(answer) == 1 and answer[0] in names:

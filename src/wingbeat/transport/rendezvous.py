@@ -21,8 +21,9 @@ import torch.distributed as dist
 # later import, as by the first optimizer, would keep the group and its open port.
 import torch.distributed.nn.functional
 
+from wingbeat.environment import unknown_variables
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.observe.log import log, log_to_stderr
+from wingbeat.observe.log import chosen_level, log, log_to_stderr
 from wingbeat.schema import MAX_REAL, Length, MalformedMessage, Range, parse_json, to_json
 from wingbeat.transport import (
     descriptors,
@@ -268,6 +269,7 @@ def init(
         RendezvousError: workers are missing; names rank, address, interface and duration.
     """
     _check_arguments(timeout, encrypted, cuda, dscp)
+    chosen_level()  # an invalid variable is an error before anything is started
     encrypted = encryption.choose(encrypted)
     descriptors.raise_limit()
     before = world_module.set_current(None)
@@ -281,8 +283,6 @@ def init(
     else:
         world = _init_torch_job(timeout, interfaces, encrypted, cuda, dscp, key)
     world_module.set_current(world)
-    if world.rank == 0:
-        log_to_stderr()
     graceful_shutdown.close_at_exit(world, shutdown)
     return world
 
@@ -298,6 +298,7 @@ def _init_torch_job(
     """Return the world of the ranks of one torch job."""
     met_by_torch = dist.is_initialized()
     rank, size, store = _rendezvous(timeout)
+    _start_logging(rank)
     place = _next_place()
     store = dist.PrefixStore(f"wingbeat/{place}", store)
     own = _own_connection(store, size)
@@ -326,6 +327,13 @@ def _init_torch_job(
     return world
 
 
+def _start_logging(rank: int) -> None:
+    log_to_stderr(f"rank {rank}", leads=rank == 0)
+    text = unknown_variables(os.environ)
+    if rank == 0 and text:
+        log.warning("%s", text)
+
+
 def _next_place() -> str:
     """Return a prefix that separates the keys of successive worlds in one process.
 
@@ -348,6 +356,7 @@ def _init_replica(
     place = _next_place()
     torch_store = dist.PrefixStore(f"wingbeat/{place}", torch_store)
     rank, size = settings.number * torch_size + torch_rank, settings.replicas * torch_size
+    _start_logging(rank)
     inside = World(
         *(torch_rank, torch_size, (), (), timeout),
         TorchStore(
@@ -781,10 +790,14 @@ def _layout_of(world: World, hosts: Sequence[nic.Host]) -> Layout:
     launched = range(world.size) if job is None else range(job.first, job.first + job.size)
     found = sum(hosts[each].identity == hosts[rank].identity for each in launched)
     if int(told) != found:
+        remedy = "a container with a network namespace of its own is a host; start it with the "
+        remedy += "network of the host"
+        if found > int(told):
+            remedy = "several launchers run there, and these ranks use the loopback interface; "
+            remedy += "start one on each host"
         log.warning(
-            "rank %d: LOCAL_WORLD_SIZE is %s, but %d of the ranks are on its host: a container "
-            "with a network namespace of its own is a host; start it with the network of the host",
-            *(rank, told, found),
+            "rank %d: LOCAL_WORLD_SIZE is %s, but %d of the ranks are on its host: %s",
+            *(rank, told, found, remedy),
         )
     return layout
 

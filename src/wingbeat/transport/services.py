@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import IO, Any, ClassVar, Protocol
 
 from wingbeat.errors import RendezvousError, WingbeatError
+from wingbeat.observe.log import log_to_stderr
 from wingbeat.transport import descriptors
 from wingbeat.transport.failures import TERMINATED
 from wingbeat.transport.store import Store
@@ -275,6 +276,7 @@ def run_service(config: ServiceConfig) -> None:
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     parent = os.getppid()
+    log_to_stderr(config.me, leads=False)
     store = PipeStore(sys.stdout, sys.stdin)
     sys.stdout = sys.stderr  # prints must not be parsed as requests
     met = threading.Event()
