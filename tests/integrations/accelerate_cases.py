@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import shutil
 import warnings
 import weakref
@@ -622,37 +621,6 @@ def refusals() -> list[str]:
 
     with clean():
         return said_by(cases, anew)
-
-
-def page(blocks: list[str], folder: str) -> None:
-    """The page's examples, each as it stands there, in a program of its own."""
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        for number, block in enumerate(blocks):
-            names: dict[str, Any] = {"wingbeat": wingbeat, "torch": torch}
-            if number:  # begins with objects that the first one makes
-                made = accelerator()
-                bare = net()
-                optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
-                schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-                loader = DataLoader(samples(), batch_size=4)
-                names |= {"accelerator": made, "model": bare, "optimizer": optimizer}
-                names |= {"loader": loader, "scheduler": schedule}
-            else:
-                accelerator(gradient_accumulation_steps=2)
-            with clean():
-                exec(compile(block, "accelerate.md", "exec"), names)
-                for x, y in () if number == 0 else names["loader"]:
-                    names["accelerator"].backward((names["model"](x) - y).square().mean())
-                    names["optimizer"].step()
-                    names["optimizer"].zero_grad()
-                mine = flat(names["model"])
-            everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, mine)
-            assert all(torch.equal(each, mine) for each in everyone), number
-    finally:
-        os.chdir(before)
 
 
 def single() -> None:

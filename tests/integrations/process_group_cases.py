@@ -798,13 +798,6 @@ def fsdp(shape: tuple[int, ...], half: bool) -> float:
     return max((mine - theirs).abs().max().item() for mine, theirs in pairs)
 
 
-def page() -> None:
-    """Run the program of the page."""
-    text = Path(__file__).parents[2].joinpath("docs/integrations/process-group.md").read_text()
-    exec(text.partition("```python\n")[2].partition("```")[0], {})
-    assert not dist.is_initialized()
-
-
 def checkpoint(folder: str) -> None:
     """torch.distributed.checkpoint of a sharded model."""
     join()

@@ -123,13 +123,6 @@ def test_what_cannot_work_is_refused_in_one_line(run: Any) -> None:
         assert_said(said, wanted)
 
 
-def test_the_page_runs(run: Any, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
-    run(cases.page, blocks, str(tmp_path))
-    assert (tmp_path / "checkpoint/model.safetensors").exists()
-
-
 def test_one_worker_alone(fresh_pool: Callable[..., Pool]) -> None:
     fresh_pool(1).run(cases.single, deadline=150.0)
 
@@ -168,7 +161,7 @@ def test_the_commands_of_the_page(command: list[str], said: str, tmp_path: Path)
     """The page's program, started by each launcher, on CPUs."""
     block, *_ = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     script = tmp_path / "train.py"
-    script.write_text(f"{block}\nprint(accelerator.num_processes, 'workers')\n")
+    script.write_text(block)
     usual = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER"))}
     done = subprocess.run(
         [sys.executable, *command, str(script)],
@@ -177,6 +170,7 @@ def test_the_commands_of_the_page(command: list[str], said: str, tmp_path: Path)
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert said in done.stdout + done.stderr
+    assert (tmp_path / "checkpoint/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])

@@ -102,10 +102,6 @@ def test_fsdp2_trains_as_over_gloo(shape: tuple[int, ...], job: Pool) -> None:
     assert max(job.run(cases.fsdp, shape, True)) < 0.02  # sums in bfloat16
 
 
-def test_program_of_the_page_runs(fresh_pool: FreshPool) -> None:
-    fresh_pool(2).run(cases.page)
-
-
 def test_checkpoint_of_sharded_model_loads(job: Pool, tmp_path: Path) -> None:
     job.run(cases.checkpoint, str(tmp_path))
 

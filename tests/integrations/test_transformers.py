@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,15 +59,6 @@ def test_what_cannot_work_is_refused_in_one_line(run: Any, tmp_path: Path) -> No
     ]
     for said in run(cases.refusals, str(tmp_path)):
         assert_said(said, wanted)
-
-
-def test_the_page_runs(run: Any, tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs/integrations/transformers.md"
-    text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 2
-    run(cases.page, blocks, str(tmp_path))
-    assert (tmp_path / "out/checkpoint-4/model.safetensors").exists()
 
 
 def test_private_names_are_still_called_as_they_are_here() -> None:

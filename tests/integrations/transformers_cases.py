@@ -419,22 +419,6 @@ def in_half(folder: str) -> None:
         assert next(trainer.model.parameters()).dtype == torch.bfloat16
 
 
-def page(blocks: list[str], folder: str) -> None:
-    """The page's examples, as they stand there."""
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        arguments(folder)
-        names: dict[str, Any] = {"__name__": "page"}
-        with clean():
-            for block in blocks:
-                exec(compile(block, "transformers.md", "exec"), names)
-            assert engine_of(names["model"]) is not None
-            assert issubclass(names["MyTrainer"], Seq2SeqTrainer)
-    finally:
-        os.chdir(before)
-
-
 def refusals(folder: str) -> list[str]:
     """What each misuse says."""
 
