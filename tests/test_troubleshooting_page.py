@@ -12,7 +12,7 @@ from helpers.templates import ERRORS, VALUE, Template, templates
 
 TEXT = (Path(__file__).parents[1] / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
 PLAIN = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
-INTRODUCTION, _, TABLES = PLAIN.partition("## Setting up")
+INTRODUCTION, _, TABLES = PLAIN.partition("## Start: launcher and script")
 
 OF_DATA = re.compile(r"malformed|\bsent?\b|\bsends\b|brought|have come|has come|damaged")
 """What another worker has sent: nearly a hundred messages with one reason, told at the top."""
@@ -22,14 +22,15 @@ SHORTEST = 12
 
 
 def quotations() -> Iterator[str]:
-    """What stands in backticks in the first column of tables of messages, and before them."""
-    early = re.findall(r"`([^`]+)`", INTRODUCTION)
+    """What stands in backticks in the first column of tables of errors, and before them."""
+    prose = re.sub(r"^```.*?^```$", "", INTRODUCTION, flags=re.MULTILINE | re.DOTALL)
+    early = re.findall(r"`([^`]+)`", prose)
     yield from (each for each in early if VALUE in each and each != VALUE)
     within = False
     for line in TABLES.splitlines():
         if not line.startswith("|"):
             within = False
-        elif line.startswith("| message |"):
+        elif line.startswith("| error text |"):
             within = True
         elif within and not line.startswith("|---"):
             yield from re.findall(r"`([^`]+)`", line.partition(" | ")[0])

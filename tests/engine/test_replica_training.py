@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,12 +17,13 @@ import pytest
 import replica_training_cases as cases
 import torch.distributed as dist
 
+from helpers.code_blocks import blocks_of
 from helpers.pool import Pool
 from wingbeat.transport.replica_jobs import serve_store
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "replica_training_script.py"
-PAGE = HERE.parent.parent / "docs/how-to/restart-replicas.md"
+PAGE = HERE.parent.parent / "docs/how-to/checkpoints.md"
 
 Stores: TypeAlias = tuple[list[dist.TCPStore], dist.TCPStore]
 """Those of two torch jobs, and the one of the whole job."""
@@ -94,18 +95,16 @@ def test_ranks_of_a_torch_job_with_several_numbers_are_refused(job: Pool, stores
 
 
 class Replicas:
-    """Two replicas of two processes, each under a torchrun, that run a program.
+    """Two replicas of two processes, each under a torchrun.
 
     Args:
         folder: where they run, and for what they print.
         store: the port of `wingbeat store`.
-        program: the path of the program, and its arguments.
+        commands: the command of each, as words.
     """
 
-    def __init__(self, folder: Path, store: int, *program: str) -> None:
+    def __init__(self, folder: Path, store: int, commands: Sequence[Sequence[str]]) -> None:
         self.folder = folder
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        words += ["--nproc-per-node", "2", "--max-restarts", "3", *program]
         self.processes = [
             subprocess.Popen(
                 words,
@@ -122,7 +121,7 @@ class Replicas:
                 stdout=(folder / f"out-{replica}").open("w"),
                 stderr=(folder / f"log-{replica}").open("w"),
             )
-            for replica in range(2)
+            for replica, words in enumerate(commands)
         ]
 
     def reports(self, life: int, replica: int) -> list[dict[str, Any]]:
@@ -170,7 +169,9 @@ def test_killed_replica_rejoins_and_all_have_the_same_weights(
     row: str, victim: int, store: int, tmp_path: Path
 ) -> None:
     """Also replica 0: neither the store nor the group generator ends with it."""
-    replicas = Replicas(tmp_path, store, str(SCRIPT), str(tmp_path), row)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "--max-restarts", "3", str(SCRIPT), str(tmp_path), row]
+    replicas = Replicas(tmp_path, store, [command] * 2)
     try:
         for replica in range(2):
             assert not any(each["returned"] for each in replicas.reports(0, replica))
@@ -198,15 +199,25 @@ PACED = """    optimizer.step()
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_program_of_the_page_trains_on_after_a_replica_is_killed(
-    store: int, tmp_path: Path
+    store: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = [each for each in blocks_of(PAGE) if each.word("elsewhere")]
+    served, *starts, program = [each.code for each in blocks]
+    assert [each.language for each in blocks] == ["sh", "sh", "sh", "python"]
+    assert served == "wingbeat store --port 29400\n"  # the fixture runs it, with another port
     assert "    optimizer.step()\n" in program
-    script = tmp_path / "train.py"
-    script.write_text(
+    (tmp_path / "replicas.py").write_text(
         "import os, pathlib, time\n" + program.replace("    optimizer.step()\n", PACED)
     )
-    replicas = Replicas(tmp_path, store, str(script))
+    scripts = [code.replace("node1:29400", f"127.0.0.1:{store}") for code in starts]
+    assert len(scripts) == 2
+    assert not set(scripts) & set(starts)
+    bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", bin_first)
+    commands = [
+        ["bash", "-eu", "-c", each.replace("torchrun", "exec torchrun")] for each in scripts
+    ]
+    replicas = Replicas(tmp_path, store, commands)
     try:
         first, deadline = tmp_path / "at-3-False", time.monotonic() + 120
         while not (first.exists() and first.read_text()):

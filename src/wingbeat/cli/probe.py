@@ -27,7 +27,7 @@ Rank 0 writes the file. The lab emulates its rates:
   wingbeat bench --lab cluster.toml --model train.json
 
 \b
-docs/how-to/profile.md has the content of the file.
+docs/how-to/plan.md has the content of the file.
 """
 
 

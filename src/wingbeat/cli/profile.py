@@ -28,7 +28,7 @@ Examples:
   wingbeat bench --model train.json                train at its pace, on a lab
 
 \b
-docs/how-to/profile.md has the contract of the function, and what is measured.
+docs/how-to/plan.md has the contract of the function, and what is measured.
 """
 
 _MOST_ITERATIONS = 1000

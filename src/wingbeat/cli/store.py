@@ -24,7 +24,7 @@ Start each replica by a torchrun of its own:
     torchrun --standalone --nproc-per-node 2 --max-restarts 10 train.py
 
 \b
-docs/how-to/restart-replicas.md has an example.
+docs/how-to/checkpoints.md has an example.
 """
 
 
