@@ -58,11 +58,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("out/images"), help="of checkpoints")
     args = parser.parse_args()
 
+    world = wingbeat.init()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    world = wingbeat.init()
     train, test = load()
     sampler = DistributedSampler(train, num_replicas=world.size, rank=world.rank)
     loader = DataLoader(train, batch_size=32, sampler=sampler)

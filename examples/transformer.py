@@ -66,11 +66,11 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile the model")
     args = parser.parse_args()
 
+    world = wingbeat.init()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    world = wingbeat.init()
     data = text()
     generator = torch.Generator().manual_seed(world.rank)  # every worker has its own batches
 
