@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from wingbeat.environment import VARIABLES, unknown_variables
+from wingbeat.environment import VARIABLES, warning_of_unknown
 from wingbeat.transport import launchers
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ def test_the_page_names_the_variables_of_launchers() -> None:
 
 
 def test_every_variable_is_known() -> None:
-    assert unknown_variables(dict.fromkeys(VARIABLES, "1") | {"RANK": "0", "WING": "1"}) == ""
+    assert warning_of_unknown(dict.fromkeys(VARIABLES, "1") | {"RANK": "0", "WING": "1"}) == ""
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_every_variable_is_known() -> None:
     ],
 )
 def test_an_unknown_variable_is_reported_with_the_nearest_name(name: str, hint: str) -> None:
-    assert unknown_variables({name: "1"}) == f"no effect: {name} in the environment ({hint})"
+    assert warning_of_unknown({name: "1"}) == f"no effect: {name} in the environment ({hint})"
 
 
-def test_several_unknown_variables_are_one_warning() -> None:
-    text = unknown_variables({"WINGBEAT_TOPP": "1", "WINGBEAT_COLOUR": "1"})
+def test_several_warning_of_unknown_are_one_warning() -> None:
+    text = warning_of_unknown({"WINGBEAT_TOPP": "1", "WINGBEAT_COLOUR": "1"})
     assert text == (
         "no effect: WINGBEAT_COLOUR in the environment (unset it), "
         "WINGBEAT_TOPP in the environment (did you mean WINGBEAT_TOP?)"
@@ -75,7 +75,7 @@ def test_several_unknown_variables_are_one_warning() -> None:
     ],
 )
 def test_variables_of_kubernetes_and_of_tests_are_not_reported(name: str) -> None:
-    assert unknown_variables({name: "1"}) == ""
+    assert warning_of_unknown({name: "1"}) == ""
 
 
 SCRIPT = """

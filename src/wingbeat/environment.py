@@ -36,19 +36,31 @@ _OF_OTHERS = re.compile(
 _PREFIX = "WINGBEAT_"
 
 
-def unknown_variables(env: Mapping[str, str]) -> str:
-    """Return a warning about variables that begin with ``WINGBEAT_`` and are not read; or nothing.
+def unknown_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return variables that begin with ``WINGBEAT_`` and are not read, each with the nearest name.
 
     >>> unknown_variables({"WINGBEAT_METRIC": "9400", "WINGBEAT_TOP": "off"})
-    'no effect: WINGBEAT_METRIC in the environment (did you mean WINGBEAT_METRICS?)'
+    {'WINGBEAT_METRIC': 'WINGBEAT_METRICS'}
     """
-    shown = []
+    found = {}
     for name in sorted(env):
         known = name in VARIABLES or _OF_OTHERS.fullmatch(name)
         if name.startswith(_PREFIX) and not known:
             # A common prefix would make all names similar.
             names = [each.removeprefix(_PREFIX).lower() for each in VARIABLES]
             close = nearest(name.removeprefix(_PREFIX).lower(), names).upper()
-            hint = f"did you mean {_PREFIX}{close}?" if close else "unset it"
-            shown.append(f"{name} in the environment ({hint})")
+            found[name] = f"{_PREFIX}{close}" if close else ""
+    return found
+
+
+def warning_of_unknown(env: Mapping[str, str]) -> str:
+    """Return a warning about variables that are not read; or nothing.
+
+    >>> warning_of_unknown({"WINGBEAT_METRIC": "9400"})
+    'no effect: WINGBEAT_METRIC in the environment (did you mean WINGBEAT_METRICS?)'
+    """
+    shown = [
+        f"{name} in the environment ({f'did you mean {near}?' if near else 'unset it'})"
+        for name, near in unknown_variables(env).items()
+    ]
     return f"no effect: {', '.join(shown)}" if shown else ""

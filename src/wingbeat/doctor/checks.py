@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from wingbeat.doctor.facts import VARIABLES, Facts, Reach
-from wingbeat.errors import nearest
+from wingbeat.doctor.facts import Facts, Reach
+from wingbeat.environment import unknown_variables
 from wingbeat.transport import descriptors, encryption, interfaces, launchers, replica_jobs
 from wingbeat.transport.interfaces import Interface
 from wingbeat.transport.torch_store import KEY_VARIABLE
@@ -207,16 +207,15 @@ def _environment(facts: Facts) -> Iterator[Finding]:
         value, _, remedy = problem.rpartition(": ")
         yield Finding("environment", FAILED, value, remedy=remedy)
     own = {name: value for name, value in facts.env.items() if name.startswith("WINGBEAT_")}
-    for name in own:
-        if name not in VARIABLES:
-            near = nearest(name, list(VARIABLES))
-            yield Finding(
-                "environment",
-                WARNING,
-                f"{name} is not a variable of wingbeat",
-                remedy=f"did you mean {near}? Otherwise unset it" if near else "unset it",
-            )
-    known = [f"{name}={value}" for name, value in own.items() if name in VARIABLES]
+    unknown = unknown_variables(own)
+    for name, near in unknown.items():
+        yield Finding(
+            "environment",
+            WARNING,
+            f"{name} is not a variable of wingbeat",
+            remedy=f"did you mean {near}? Otherwise unset it" if near else "unset it",
+        )
+    known = [f"{name}={value}" for name, value in own.items() if name not in unknown]
     if (known and not facts.problems) or not own:
         yield Finding("environment", OK, ", ".join(known) or "no WINGBEAT_* variables")
 

@@ -26,26 +26,12 @@ import torch
 import wingbeat
 from wingbeat import _native
 from wingbeat.errors import UsageError
-from wingbeat.methods.bounded_staleness import journal
 from wingbeat.observe import reporter
-from wingbeat.observe.supervisor import FOLDER
+from wingbeat.observe.log import chosen_level
 from wingbeat.schema import Length, Range, Text
 from wingbeat.transport import encryption, interfaces, launchers, replica_jobs, tcp
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import KEY_FILE_VARIABLE, KEY_VARIABLE, job_key
-
-VARIABLES = (
-    encryption.VARIABLE,
-    launchers.JOB,
-    KEY_VARIABLE,
-    KEY_FILE_VARIABLE,
-    *(reporter.SWITCH, reporter.METRICS, FOLDER),
-    *(replica_jobs.NUMBER, replica_jobs.COUNT, replica_jobs.STORE),
-    tcp.SWITCH,
-    journal.FOLDER,
-    "WINGBEAT_LAB",
-)
-"""All environment variables of wingbeat that a job reads."""
 
 _UNKNOWN_SPEED = 65535
 """What drivers of virtual interfaces return as their speed."""
@@ -237,6 +223,7 @@ def _problems(env: Mapping[str, str]) -> tuple[tuple[str, ...], bytes | None]:
     found, key = [], None
     readers: tuple[Callable[[Mapping[str, str]], Any], ...] = (
         lambda env: encryption.choose(None, env),
+        chosen_level,
         tcp.shared_memory_enabled,
         reporter.enabled,
         reporter.places,

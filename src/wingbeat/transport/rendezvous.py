@@ -21,7 +21,7 @@ import torch.distributed as dist
 # later import, as by the first optimizer, would keep the group and its open port.
 import torch.distributed.nn.functional
 
-from wingbeat.environment import unknown_variables
+from wingbeat.environment import warning_of_unknown
 from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.observe.log import chosen_level, log, log_to_stderr
 from wingbeat.schema import MAX_REAL, Length, MalformedMessage, Range, parse_json, to_json
@@ -329,7 +329,7 @@ def _init_torch_job(
 
 def _start_logging(rank: int) -> None:
     log_to_stderr(f"rank {rank}", leads=rank == 0)
-    text = unknown_variables(os.environ)
+    text = warning_of_unknown(os.environ)
     if rank == 0 and text:
         log.warning("%s", text)
 
