@@ -67,6 +67,39 @@ def test_plan_verb_ranks_and_shows_the_winners_code(plan: Wingbeat, profile: str
     assert "interval: the error of predictions in the lab" in out
 
 
+def test_plan_verb_takes_a_known_network_and_the_speed_of_other_devices(plan: Wingbeat) -> None:
+    words = ("--hosts", "2", "--rate", "100gbit", "--strategy", "allreduce")
+    plain, fast = (
+        as_json(plan, "paced:resnet50", *words, *more) for more in ((), ("--speed", "2"))
+    )
+    assert fast["plan"].endswith("computation 2 times as fast")
+    seconds = [found["scenarios"][0]["ranking"][0]["iteration_s"] for found in (plain, fast)]
+    assert seconds[0] == pytest.approx(0.2177, rel=0.1)
+    assert seconds[1] == pytest.approx(seconds[0] / 2, rel=0.1)
+    code, _, err = plan("paced:resnet5", *words)
+    assert (code, "did you mean 'resnet50'" in err) == (2, True), err
+    code, _, err = plan("paced:resnet50", *words, "--speed", "0")
+    assert (code, "--speed 0.0: allowed are numbers above 0" in err) == (2, True), err
+
+
+def test_plan_verb_ranks_only_a_baseline_that_is_named(plan: Wingbeat, profile: str) -> None:
+    found = as_json(plan, profile, *EQUAL, "--strategy", "ddp")
+    rows = [row["strategy"] for row in found["scenarios"][0]["ranking"]]
+    assert rows
+    assert all(name.startswith("ddp") for name in rows)
+
+
+def test_plan_verb_after_its_limit_ranks_what_it_has(
+    plan: Wingbeat, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wingbeat.cli.plan._LIMIT_S", 0.0)
+    code, out, err = plan(profile, *EQUAL, *FEW)
+    assert code == 0, err
+    assert "ddp+bf16" in out
+    assert "not predicted: allreduce: the limit of 0 s had passed: --patient predicts it" in out
+    assert "not predicted" not in plan(profile, *EQUAL, *FEW, "--patient")[1]
+
+
 def test_plan_verb_json_has_all_figures(plan: Wingbeat, profile: str) -> None:
     found = as_json(plan, profile, *EQUAL, *FEW, "--what-if", "rate=10gbit")
     base, fast = found["scenarios"]

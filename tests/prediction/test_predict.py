@@ -216,8 +216,8 @@ def test_rank_sorts_by_time_and_lists_what_it_refuses() -> None:
         "sketch": AllReduce(compression="sketch"),
     }
     seen: list[str] = []
-    found = rank(named, model(), cluster(), progress=seen.append)
-    assert seen == list(named)
+    found = rank(named, model(), cluster(), progress=lambda name: seen.append(name) or "")
+    assert seen == ["servers", "sketch", "ring", "tried"]  # one of each kind first
     times = [each.iteration_s for each in found.predictions.values()]
     assert times == sorted(times)
     assert list(found.predictions) == ["sketch", "servers", "ring"]
@@ -252,6 +252,18 @@ def test_rank_refuses_more_workers_one_by_one_than_allowed(
     assert set(found.refused) == refused
     assert all("4 workers would be simulated one by one" in s for s in found.refused.values())
     assert not rank(named, model(), replace(cluster(), **changes), most=4).refused
+
+
+def test_rank_refuses_what_progress_gives_a_reason_for() -> None:
+    named = {
+        "ring": AllReduce(),
+        "half": DeAR(plan="fixed"),
+        "sketch": AllReduce(compression="sketch"),
+    }
+    reasons = iter(("", "", "the time is over"))
+    found = rank(named, model(), cluster(), progress=lambda _: next(reasons))
+    assert set(found.predictions) == {"ring", "sketch"}
+    assert found.refused == {"half": "the time is over"}
 
 
 def test_rank_without_exact_candidate_has_no_fastest_exact() -> None:

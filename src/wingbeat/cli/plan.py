@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -25,12 +27,13 @@ if TYPE_CHECKING:
 HELP = """Rank strategies by the iteration that is predicted for your model on your cluster.
 
 \b
-PROFILE is the file of `wingbeat profile`, CLUSTER that of `wingbeat probe`. Equal hosts on
-one switch need no file.
+PROFILE is the file of `wingbeat profile`, or a known network such as paced:resnet50;
+CLUSTER is the file of `wingbeat probe`. Equal hosts on one switch need no file.
 
 \b
 Examples:
   wingbeat plan train.json cluster.toml
+  wingbeat plan paced:resnet50 --hosts 4 --rate 10gbit --speed 2.7    on faster GPUs
   wingbeat plan train.json --hosts 4 --per-host 8 --rate 25gbit --nics 2
   wingbeat plan train.json cluster.toml --what-if rate=10gbit --what-if nics=2,add-hosts=32
   wingbeat plan train.json cluster.toml --what-if slow-host=3:2
@@ -47,6 +50,9 @@ docs/how-to/plan.md explains the columns, and how far predictions are off.
 _EVERY_S = 2.0
 _WIDTH = 140
 
+_LIMIT_S = 60.0
+"""Seconds after which no further candidate is begun."""
+
 _MOST = 16
 """Most workers that are simulated one by one."""
 
@@ -57,7 +63,9 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    profile: Annotated[str, typer.Argument(help="File of the model.", show_default=False)],
+    profile: Annotated[
+        str, typer.Argument(help="File of the model, or paced:NAME.", show_default=False)
+    ],
     cluster: Annotated[
         str | None, typer.Argument(help="File of the cluster.", show_default=False)
     ] = None,
@@ -80,6 +88,10 @@ def plan(
             "slow-host=HOST:TIMES, separated by commas; may be repeated."
         ),
     ] = None,
+    speed: Annotated[
+        float,
+        typer.Option(help="How many times as fast computation is as in the profile, above 0."),
+    ] = 1.0,
     strategy: Annotated[
         list[str] | None,
         typer.Option(help="Rank this one and not the usual ones; may be repeated."),
@@ -94,7 +106,9 @@ def plan(
     patient: Annotated[
         bool,
         typer.Option(
-            "--patient", help="Predict also what takes minutes: more than 16 unlike workers."
+            "--patient",
+            help="Predict also what takes minutes: more than 16 unlike workers, and what is left "
+            f"after {_LIMIT_S:.0f} s.",
         ),
     ] = False,
     picture: Annotated[
@@ -116,13 +130,23 @@ def plan(
     if picture is not None:
         check_picture(picture)
     found = _profile(profile)
+    if not (math.isfinite(speed) and speed > 0):
+        raise UsageError(f"--speed {speed}: allowed are numbers above 0, such as 2.7")
     scenarios = {"": base, **{text: changed(base, text) for text in what_if or ()}}
     replicas = _replicas(base) if inside else 1
     baselines = baselines_for(inside=inside)
-    named = {**baselines, **candidates(strategy or (), codec or ())}
+    # Baselines are always ranked: naming one means to rank nothing else than what is named.
+    own = [text for text in strategy or () if text not in baselines]
+    named = {**baselines}
+    if own or codec or not strategy:
+        named |= candidates(own, codec or ())
     work, notes = work_of(found)
-    model = simulator_model(found)
-    with _Progress(len(named) * len(scenarios)) as progress:
+    model = simulator_model(found, 1 / speed)
+    title = f"{found.name} on {base.describe()}"
+    if speed != 1:
+        title += f", computation {speed:g} times as fast"
+    limit_s = math.inf if patient else _LIMIT_S
+    with _Progress(len(named) * len(scenarios), limit_s, frozenset(baselines)) as progress:
         rankings = {
             text: rank(
                 named,
@@ -135,7 +159,7 @@ def plan(
             )
             for text, each in scenarios.items()
         }
-    report = _Report(f"{found.name} on {base.describe()}", named, frozenset(baselines), rankings)
+    report = _Report(title, named, frozenset(baselines), rankings)
     if as_json:
         print(json.dumps(report.to_json(scenarios, notes), indent=2))
     else:
@@ -184,8 +208,14 @@ def _cluster(path: str | None, per_host: int | None, words: Mapping[str, Any]) -
 def _profile(path: str) -> Any:
     from wingbeat.profiling.profile import decode, read_text
 
+    for entry_point in entry_points(group="wingbeat.profiles"):
+        if path.startswith(f"{entry_point.name}:"):
+            return entry_point.load()(path)
     if not Path(path).is_file():
-        raise UsageError(f"profile {path!r}: no such file; write one: wingbeat profile train.py")
+        raise UsageError(
+            f"profile {path!r}: no such file; write one: wingbeat profile train.py, or name a "
+            "known network: paced:resnet50"
+        )
     return decode(read_text(path), where=repr(path))
 
 
@@ -201,11 +231,15 @@ def _replicas(cluster: Cluster) -> int:
 
 
 class _Progress:
-    """Shows on standard error what is simulated: in place, or a line every two seconds."""
+    """Shows on standard error what is simulated: in place, or a line every two seconds.
 
-    def __init__(self, total: int) -> None:
+    After ``limit_s`` seconds, only ``always`` is simulated.
+    """
+
+    def __init__(self, total: int, limit_s: float, always: frozenset[str]) -> None:
         self._total, self._done = total, 0
-        self._last = time.monotonic()
+        self._begin = self._last = time.monotonic()
+        self._limit_s, self._always = limit_s, always
         self._live = sys.stderr.isatty()
 
     def __enter__(self) -> _Progress:
@@ -215,14 +249,20 @@ class _Progress:
         if self._live:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def __call__(self, name: str) -> None:
+    def __call__(self, name: str) -> str:
         self._done += 1
+        if name not in self._always and time.monotonic() - self._begin > self._limit_s:
+            return (
+                f"the limit of {self._limit_s:.0f} s had passed: --patient predicts it, "
+                f"--strategy {name} only it"
+            )
         line = f"wingbeat plan: {self._done} of {self._total}, {name}"
         if self._live:
             print(f"\r\x1b[K{line[:78]}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self._last >= _EVERY_S:
             self._last = time.monotonic()
             print(line, file=sys.stderr, flush=True)
+        return ""
 
 
 class _Report(NamedTuple):

@@ -8,6 +8,7 @@ ranks may predict the same.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -113,7 +114,7 @@ def rank(
     work: Work | None = None,
     inside: int = 1,
     most: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], str] | None = None,
 ) -> Ranking:
     """Predict all candidates and sort them by their iteration time; ties keep their order.
 
@@ -125,13 +126,17 @@ def rank(
         inside: as in `predict`.
         most: largest number of workers that are simulated one by one, which takes long; candidates
             for which there would be more are refused. None: any number.
-        progress: called with the name of each candidate before it is predicted.
+        progress: called with the name of each candidate before it is predicted, one of each kind
+            of convergence first; returns why it is not to be predicted, or an empty text.
     """
     found: dict[str, Prediction] = {}
     refused: dict[str, str] = {}
-    for name, strategy in candidates.items():
-        if progress is not None:
-            progress(name)
+    for name in _one_of_each_kind_first(candidates):
+        strategy = candidates[name]
+        stop = "" if progress is None else progress(name)
+        if stop:
+            refused[name] = stop
+            continue
         alone = simulated_alone(strategy, cluster, inside)
         limit = math.inf if most is None else most
         if isinstance(strategy.exchange, FlatRing):
@@ -146,8 +151,25 @@ def rank(
             found[name] = predict(strategy, model, cluster, work=work, inside=inside)
         except UsageError as error:
             refused[name] = str(error)
-    order = sorted(found, key=lambda name: found[name].iteration_s)
-    return Ranking({name: found[name] for name in order}, refused)
+    order = sorted(
+        (name for name in candidates if name in found), key=lambda name: found[name].iteration_s
+    )
+    return Ranking(
+        {name: found[name] for name in order},
+        {name: refused[name] for name in candidates if name in refused},
+    )
+
+
+def _one_of_each_kind_first(candidates: Mapping[str, Strategy]) -> list[str]:
+    """Return the names so that a prefix has all kinds of convergence, baselines before all."""
+    places: Counter[str] = Counter()
+    keys = {}
+    for place, (name, strategy) in enumerate(candidates.items()):
+        kind = convergence_of(strategy)
+        baseline = isinstance(strategy.exchange, FlatRing)
+        keys[name] = (-1 if baseline else places[kind], place)
+        places[kind] += not baseline
+    return sorted(candidates, key=keys.__getitem__)
 
 
 def predict(
