@@ -119,11 +119,12 @@ def plan(
     """Rank strategies on a cluster."""
     from wingbeat.prediction.baselines import baselines_for
     from wingbeat.prediction.candidates import candidates
-    from wingbeat.prediction.costs import work_of
+    from wingbeat.prediction.costs import accelerated, work_of
     from wingbeat.prediction.picture import check_picture, draw
     from wingbeat.prediction.predict import rank
     from wingbeat.prediction.what_if import changed
     from wingbeat.profiling import simulator_model
+    from wingbeat.simulator.network import LOCAL
 
     words = {"--hosts": hosts, "--rate": rate, "--nics": nics, "--latency": latency}
     base = _cluster(cluster, per_host, {key: v for key, v in words.items() if v is not None})
@@ -140,7 +141,14 @@ def plan(
     named = {**baselines}
     if own or codec or not strategy:
         named |= candidates(own, codec or ())
-    work, notes = work_of(found)
+    work, assumed = work_of(found)
+    notes = [*assumed]
+    if accelerated(found) and any(len(host) > 1 for host in base.layout.hosts):
+        notes.append(
+            f"inside a host, processes are taken to exchange through its memory, at "
+            f"{8 * LOCAL.bytes_per_s / 1e9:.0f} Gbit/s each, as on CPUs; over NVLink that part is "
+            "shorter, and a faster exchange between hosts gains more than shown"
+        )
     model = simulator_model(found, 1 / speed)
     title = f"{found.name} on {base.describe()}"
     if speed != 1:
@@ -288,8 +296,10 @@ class _Report(NamedTuple):
                     continue
                 where = f" with {text}" if text else ""
                 print(f"not predicted{where}: {name}: {reason}")
-        for text in self.rankings:
+        for text, ranking in self.rankings.items():
             print("\n".join(["", *self.advice(text)]))
+            if ranking.refused:
+                print(f"  not among them: what was not predicted, {len(ranking.refused)} in all")
         print()
         measured = f", and rates of equal NICs that differ by {spread:.1%}" if spread else ""
         print(f"interval: the error of predictions in the lab{measured}")
