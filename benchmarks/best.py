@@ -219,7 +219,7 @@ def draw(cells: list[dict[str, Any]], where: str, path: Path) -> None:
     colours = {name: str(0.72 - 0.4 * at / len(theirs)) for at, name in enumerate(theirs)}
     scale = mpl.colormaps["viridis"]
     colours |= {name: scale(0.9 - 0.85 * at / len(own)) for at, name in enumerate(own)}
-    ticks = [f"{c['model']}, links of {c['rate'].replace('gbit', ' Gbit/s')}" for c in cells]
+    ticks = [f"{c['model']}\n{c['rate'].replace('gbit', ' Gbit/s')}" for c in cells]
     with mpl.rc_context({"svg.hashsalt": "wingbeat", "svg.fonttype": "none"}):
         figure = blank("bars", (9.5, 3.9), 100)
         axes = figure.add_subplot()

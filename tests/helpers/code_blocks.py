@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -196,13 +197,20 @@ def _execute(
         examples.symlink_to(ROOT / "examples")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WINGBEAT_TOP": "off", **more}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    try:
-        done = subprocess.run(
-            words, cwd=folder, env=environment, capture_output=True, text=True,
-            timeout=seconds, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as late:
-        raise AssertionError(f"{name}: still running after {seconds} s: {late.stderr}") from None
+    with subprocess.Popen(
+        words, cwd=folder, env=environment, text=True, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its workers, and then itself
+            try:
+                _, err = process.communicate(timeout=30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                _, err = process.communicate()
+            raise AssertionError(f"{name}: still running after {seconds} s: {err}") from None
     # What the worker wrote: torchrun's own report of its end follows it, and is longer.
-    said = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", done.stderr, flags=re.MULTILINE)[0]
-    assert done.returncode == 0, f"{name}: {done.stdout[-2000:]}\n{said[-4000:]}"
+    said = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", err, flags=re.MULTILINE)[0]
+    assert process.returncode == 0, f"{name}: {out[-2000:]}\n{said[-4000:]}"
