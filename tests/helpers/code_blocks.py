@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import yaml
 
 if sys.version_info >= (3, 11):
@@ -38,6 +40,7 @@ LANGUAGES = {"python", "text", *SHELLS, *FILES}
 DIRECTIVES = {"workers", "file", "elsewhere", "timeout", "fails", "with"}
 WORKERS = 2
 TIMEOUT_S = 200.0
+_END_S = 10.0
 
 _BLOCK = re.compile(
     r"(?:^<!-- run(?P<run>[^\n]*?)(?P<before>\n(?:(?!-->).)*?)?-->\n)?"
@@ -196,13 +199,29 @@ def _execute(
         examples.symlink_to(ROOT / "examples")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WINGBEAT_TOP": "off", **more}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    try:
-        done = subprocess.run(
-            words, cwd=folder, env=environment, capture_output=True, text=True,
-            timeout=seconds, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as late:
-        raise AssertionError(f"{name}: still running after {seconds} s: {late.stderr}") from None
+    with subprocess.Popen(
+        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        try:
+            out, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            out, errors = _end(process)
+            raise AssertionError(
+                f"{name}: still running after {seconds} s: {out[-2000:]}\n{errors[-4000:]}"
+            ) from None
     # What the worker wrote: torchrun's own report of its end follows it, and is longer.
-    said = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", done.stderr, flags=re.MULTILINE)[0]
-    assert done.returncode == 0, f"{name}: {done.stdout[-2000:]}\n{said[-4000:]}"
+    said = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", errors, flags=re.MULTILINE)[0]
+    assert process.returncode == 0, f"{name}: {out[-2000:]}\n{said[-4000:]}"
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """End a program and what it has started; return its output."""
+    first = psutil.Process(process.pid)
+    tree = [first, *first.children(recursive=True)]
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for each in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end(each)
+        _, tree = psutil.wait_procs(tree, timeout=_END_S)
+    return process.communicate()
