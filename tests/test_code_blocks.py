@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers import code_blocks
@@ -70,6 +71,14 @@ def test_block_that_fails_is_named(text: str, error: str, tmp_path: Path) -> Non
     (step,) = steps_of(blocks_of(ROOT / "README.md", text))
     with pytest.raises(AssertionError, match=error):
         code_blocks.run(step, tmp_path)
+
+
+def test_a_command_that_does_not_end_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    text = "<!-- run timeout=1 -->\n```sh\nsleep 300 & echo $! > pid; echo begun; wait\n```\n"
+    (step,) = steps_of(blocks_of(ROOT / "README.md", text))
+    with pytest.raises(AssertionError, match=r"README.md:3: still running after 1.0 s: begun"):
+        code_blocks.run(step, tmp_path)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.slow

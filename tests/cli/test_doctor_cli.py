@@ -95,7 +95,10 @@ def test_rank_0_serves_the_store_unless_torchrun_does() -> None:
     assert rendezvous_of({}) is None
 
 
-@pytest.mark.parametrize("wrong", [{"RANK": "2"}, {"MASTER_PORT": "0"}, {"MASTER_PORT": "65536"}])
+@pytest.mark.parametrize("wrong", [
+    {"RANK": "2"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "99999999"}, {"MASTER_PORT": "0"},
+    {"MASTER_PORT": "65536"},
+])  # fmt: skip
 def test_values_out_of_range_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="MASTER_PORT 1 to 65535"):
         rendezvous_of({**TORCHRUN, **wrong})

@@ -78,8 +78,9 @@ def test_plan_verb_takes_a_known_network_and_the_speed_of_other_devices(plan: Wi
     assert seconds[1] == pytest.approx(seconds[0] / 2, rel=0.1)
     code, _, err = plan("paced:resnet5", *words)
     assert (code, "did you mean 'resnet50'" in err) == (2, True), err
-    code, _, err = plan("paced:resnet50", *words, "--speed", "0")
-    assert (code, "--speed 0.0: allowed are numbers above 0" in err) == (2, True), err
+    for speed in ("0", "nan", "1e-300"):
+        code, _, err = plan("paced:resnet50", *words, "--speed", speed)
+        assert (code, f"--speed {speed}: allowed are 0.001 to 1000" in err) == (2, True), err
 
 
 def test_plan_verb_ranks_only_a_baseline_that_is_named(plan: Wingbeat, profile: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import wingbeat
 from helpers.hosts import facts_of
 from wingbeat.doctor import checks
 from wingbeat.doctor.checks import FAILED, OK, WARNING, Finding
-from wingbeat.doctor.facts import Nic, Reach
+from wingbeat.doctor.facts import Facts, Nic, Reach, collect
+from wingbeat.schema import parse_json, to_json
 from wingbeat.transport.interfaces import Host
 
 SOURCE = Path(wingbeat.__file__).parent
@@ -37,6 +39,8 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"files": 256, "size": 64}, WARNING, "hard limit 256", "ulimit -Hn"),
     ({"shm_bytes": 64 << 20}, WARNING, "64 MB", "--shm-size"),
     ({"problems": ("A=b: allowed are 0 and 1",)}, FAILED, "A=b", "allowed are 0 and 1"),
+    ({"problems": ("unknown level 'foo' in WINGBEAT_LOG; allowed: debug, off",)}, FAILED,
+     "unknown level 'foo' in WINGBEAT_LOG", "allowed are debug, off"),
     ({"env": {"WINGBEAT_TPO": "1"}}, WARNING, "WINGBEAT_TPO is not a variable", "WINGBEAT_TOP"),
     ({"env": {"GLOO_SOCKET_IFNAME": "eth7"}}, FAILED, "eth7 is not up", "up: eth0"),
     ({"env": {"GLOO_SOCKET_IFNAME": "lo"}}, FAILED, "lo is loopback", "unset GLOO"),
@@ -98,6 +102,27 @@ def test_an_invalid_key_is_not_reported_as_none() -> None:
     assert "job key" not in {each.check for each in findings}
 
 
+def test_a_misspelled_key_does_not_leave_the_process() -> None:
+    env = {"WINGBEAT_JOB_KEY": "k" * 16, "WINGBEAT_JOBKEY": "a secret", "WINGBEAT_TOP": "off"}
+    facts = collect(env)
+    assert facts.env == {"WINGBEAT_JOBKEY": "", "WINGBEAT_TOP": "off"}
+    [warning] = [each for each in checks.local(facts) if "WINGBEAT_JOBKEY" in each.value]
+    assert warning.status == WARNING
+
+
+def test_facts_can_be_read_whatever_the_environment_has() -> None:
+    env = {f"WINGBEAT_{n}_SERVICE_HOST": "10.0.0.1" for n in range(300)}  # of Kubernetes
+    env |= {f"WINGBEAT_X{n}": "1" for n in range(300)}
+    facts = collect(env)
+    assert parse_json(Facts, json.dumps(to_json(facts)), "facts") == facts
+
+
+def test_the_only_variable_that_is_the_key_is_not_reported_as_none() -> None:
+    findings = checks.local(facts_of(key="WINGBEAT_JOB_KEY"))
+    [own] = [each.value for each in findings if each.check == "environment"]
+    assert own == "no WINGBEAT_* variables but WINGBEAT_JOB_KEY"
+
+
 # -- the store
 
 
@@ -110,6 +135,7 @@ def test_an_invalid_key_is_not_reported_as_none() -> None:
         ("route", "no route"),
         ("name", "getent hosts node0"),
         ("in use", "another MASTER_PORT"),
+        ("elsewhere", "set MASTER_ADDR on all workers"),
         ("protocol", "another program answers"),
         ("forbidden", "own firewall"),
         ("error", "check that rank 0 runs"),

@@ -155,6 +155,26 @@ def test_rank_0_that_cannot_serve_names_the_port(examine: Examine) -> None:
     assert "set another MASTER_PORT" in finding.remedy
 
 
+@pytest.mark.parametrize(
+    ("host", "value", "remedy"),
+    [
+        ("no-such-host.invalid", "cannot be resolved", "getent hosts no-such-host.invalid"),
+        ("192.0.2.99", "not an address of this host", "set MASTER_ADDR on all workers"),
+    ],
+)
+def test_rank_0_that_is_not_at_its_address_names_the_address(
+    examine: Examine, host: str, value: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times_out(*_: Any, **__: Any) -> None:  # as torch does, after the timeout or later
+        raise RuntimeError("The client socket has timed out")
+
+    monkeypatch.setattr(peers, "tcp_store", times_out)
+    [finding] = failures(examine(facts_of(0), host=host, timeout=SHORT).result())
+    assert finding.check == "store"
+    assert value in finding.value
+    assert remedy in finding.remedy
+
+
 def test_a_store_that_none_serves_is_refused_after_half_of_the_timeout(examine: Examine) -> None:
     begin = time.monotonic()
     [finding] = failures(examine(facts_of(1), timeout=SHORT).result())
@@ -229,6 +249,21 @@ def test_a_bulk_that_stalls_is_reported_with_its_direction(
     assert (found.reach.outcome, found.stalled) == ("ok", way)
 
 
+def test_a_connection_that_ends_is_no_stall(route: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener, target = route
+
+    def ends(connection: socket.socket) -> Iterator[bytes]:
+        while connection.recv(1) == b"p":
+            yield peers._TIME.pack(time.time())
+
+    monkeypatch.setattr(peers, "_replies", ends)
+    end = peers._serve(listener, 1, KEY)
+    found = peers.try_path(target, KEY, 5.0, 5.0)
+    end()
+    assert (found.reach.outcome, found.stalled) == ("error", "")
+    assert found.reach.detail
+
+
 def replies(connection: socket.socket, way: str) -> Iterator[bytes]:
     """Answer pings; lose what is long in one direction."""
     while request := connection.recv(1):
@@ -242,13 +277,16 @@ def replies(connection: socket.socket, way: str) -> Iterator[bytes]:
 def test_a_clock_that_is_ahead_is_measured(route: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     listener, way = route
 
+    made = peers._replies
+
     def ahead(connection: socket.socket) -> Iterator[bytes]:
-        while connection.recv(1) == b"p":
-            yield peers._TIME.pack(time.time() + 7.0)
+        for reply in made(connection):
+            is_time = len(reply) == peers._TIME.size
+            yield peers._TIME.pack(time.time() + 7.0) if is_time else reply
 
     monkeypatch.setattr(peers, "_replies", ahead)
     end = peers._serve(listener, 1, KEY)
-    found = peers.try_path(way, KEY, 5.0, 0.1)
+    found = peers.try_path(way, KEY, 5.0, 5.0)
     end()
     assert found.clock_s == pytest.approx(7.0, abs=max(0.01, found.round_trip_s))
 

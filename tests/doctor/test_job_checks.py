@@ -187,6 +187,12 @@ def test_a_direction_that_fails_is_named_with_its_reason(
         assert "the other direction works" in finding.value
 
 
+def test_braces_in_a_host_name_stay_as_they_are() -> None:
+    found = job_of({}, {"hostname": "a{9}b"}, paths={0: (path_to(1, "timeout"),), 1: (path_to(0),)})
+    [finding] = bad(found)
+    assert "firewall on a{9}b" in finding.remedy
+
+
 def test_a_host_that_none_reaches_is_one_finding() -> None:
     facts = {rank: facts_of(rank, size=4) for rank in range(4)}
     paths = {

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import yaml
 
 if sys.version_info >= (3, 11):
@@ -39,6 +40,7 @@ LANGUAGES = {"python", "text", *SHELLS, *FILES}
 DIRECTIVES = {"workers", "file", "elsewhere", "timeout", "fails", "with"}
 WORKERS = 2
 TIMEOUT_S = 200.0
+_END_S = 10.0
 
 _BLOCK = re.compile(
     r"(?:^<!-- run(?P<run>[^\n]*?)(?P<before>\n(?:(?!-->).)*?)?-->\n)?"
@@ -198,19 +200,28 @@ def _execute(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WINGBEAT_TOP": "off", **more}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with subprocess.Popen(
-        words, cwd=folder, env=environment, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
-            out, err = process.communicate(timeout=seconds)
+            out, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its workers, and then itself
-            try:
-                _, err = process.communicate(timeout=30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                _, err = process.communicate()
-            raise AssertionError(f"{name}: still running after {seconds} s: {err}") from None
+            out, errors = _end(process)
+            raise AssertionError(
+                f"{name}: still running after {seconds} s: {out[-2000:]}\n{errors[-4000:]}"
+            ) from None
     # What the worker wrote: torchrun's own report of its end follows it, and is longer.
-    said = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", err, flags=re.MULTILINE)[0]
+    said = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", errors, flags=re.MULTILINE)[0]
     assert process.returncode == 0, f"{name}: {out[-2000:]}\n{said[-4000:]}"
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """End a program and what it has started; return its output."""
+    first = psutil.Process(process.pid)
+    tree = [first, *first.children(recursive=True)]
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for each in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end(each)
+        _, tree = psutil.wait_procs(tree, timeout=_END_S)
+    return process.communicate()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -37,6 +39,27 @@ def test_the_accepting_end_refuses_another_key_and_proves_nothing() -> None:
         other.close()
         with pytest.raises(ConnectionError):
             proved.result()
+
+
+def test_a_peer_that_sends_a_byte_at_a_time_does_not_extend_the_timeout() -> None:
+    one, other = ends()
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.wait(0.05):
+            other.send(b"w")
+
+    with one, other, ThreadPoolExecutor(1) as pool:
+        one.settimeout(0.3)
+        dripping = pool.submit(drip)
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            handshake.read_exactly(one, 200)  # 10 s at this rate
+        took = time.monotonic() - begin
+        ended.set()
+        dripping.result()
+        assert took < 5.0
+        assert one.gettimeout() == 0.3
 
 
 @pytest.mark.parametrize("place", range(handshake.PROOF_BYTES))

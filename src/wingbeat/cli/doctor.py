@@ -43,6 +43,9 @@ lost full-size packets (MTU), clocks, and that versions, environment and job key
 Exit code 0 if no check has failed, 1 if one has. docs/how-to/troubleshooting.md has more.
 """
 
+_MAX_RANKS = 1 << 16
+"""Most ranks of a job: rank 0 looks up each of them, again until its deadline."""
+
 
 def register(app: typer.Typer) -> None:
     """Register the command."""
@@ -92,8 +95,7 @@ def _examine(named: list[str] | None, timeout: float, measure: bool) -> tuple[Re
         rendezvous = rendezvous_of(env)
     except UsageError as error:
         own = facts.collect(env)
-        value, _, remedy = str(error).rpartition(": ")
-        findings = [*checks.local(own), checks.Finding("launcher", checks.FAILED, value, remedy)]
+        findings = [*checks.local(own), checks.refused("launcher", str(error))]
         return peers.Result(findings=findings, failed=True), 0, 1
     if rendezvous is None or rendezvous.size == 1:
         own = facts.collect(env)
@@ -141,10 +143,10 @@ def rendezvous_of(env: Mapping[str, str]) -> Rendezvous | None:
     rank, size, port = (
         launchers.parse_count(found, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
     )
-    if rank >= size or not 0 < port < 1 << 16:
+    if rank >= size or size > _MAX_RANKS or not 0 < port < 1 << 16:
         raise UsageError(
             f"RANK={rank}, WORLD_SIZE={size}, MASTER_PORT={port}: RANK must be less than "
-            "WORLD_SIZE, and MASTER_PORT 1 to 65535"
+            f"WORLD_SIZE, WORLD_SIZE at most {_MAX_RANKS}, and MASTER_PORT 1 to 65535"
         )
     return Rendezvous(
         rank=rank,

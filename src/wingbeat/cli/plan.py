@@ -131,8 +131,8 @@ def plan(
     if picture is not None:
         check_picture(picture)
     found = _profile(profile)
-    if not (math.isfinite(speed) and speed > 0):
-        raise UsageError(f"--speed {speed}: allowed are numbers above 0, such as 2.7")
+    if not 0.001 <= speed <= 1000:
+        raise UsageError(f"--speed {speed:g}: allowed are 0.001 to 1000, such as 2.7")
     scenarios = {"": base, **{text: changed(base, text) for text in what_if or ()}}
     replicas = _replicas(base) if inside else 1
     baselines = baselines_for(inside=inside)

@@ -38,6 +38,15 @@ def failed(findings: Iterable[Finding]) -> bool:
     return any(each.status == FAILED for each in findings)
 
 
+def refused(check: str, error: str) -> Finding:
+    """Return the finding of a value that wingbeat refuses, by the text of its `UsageError`."""
+    value, separator, allowed = error.partition("; allowed: ")
+    if separator:
+        return Finding(check, FAILED, value, f"allowed are {allowed}")
+    value, _, remedy = error.rpartition(": ")
+    return Finding(check, FAILED, value, remedy)
+
+
 def merged(findings: Iterable[Finding], hosts: int) -> list[Finding]:
     """Return findings in the order of their checks, with one for what is equal on several hosts."""
     where: dict[Finding, list[str]] = defaultdict(list)
@@ -203,9 +212,7 @@ def _memory(facts: Facts, on_host: int) -> Iterator[Finding]:
 
 
 def _environment(facts: Facts) -> Iterator[Finding]:
-    for problem in facts.problems:
-        value, _, remedy = problem.rpartition(": ")
-        yield Finding("environment", FAILED, value, remedy=remedy)
+    yield from (refused("environment", problem) for problem in facts.problems)
     own = {name: value for name, value in facts.env.items() if name.startswith("WINGBEAT_")}
     unknown = unknown_variables(own)
     for name, near in unknown.items():
@@ -216,8 +223,9 @@ def _environment(facts: Facts) -> Iterator[Finding]:
             remedy=f"did you mean {near}? Otherwise unset it" if near else "unset it",
         )
     known = [f"{name}={value}" for name, value in own.items() if name not in unknown]
-    if (known and not facts.problems) or not own:
-        yield Finding("environment", OK, ", ".join(known) or "no WINGBEAT_* variables")
+    if not facts.problems and (known or not own):
+        none = f"no WINGBEAT_* variables{f' but {facts.key}' if facts.key else ''}"
+        yield Finding("environment", OK, ", ".join(known) or none)
 
 
 def _interface_variables(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
@@ -310,6 +318,8 @@ def store(rank: int, place: str, reach: Reach, *, loopback: bool = False) -> Fin
         "route": f"this host has no route to it: ip route get {reach.address or host}",
         "forbidden": "this host's own firewall forbids the connection: allow outgoing connections",
         "in use": "another job or program uses the port: set another MASTER_PORT on all workers",
+        "elsewhere": "set MASTER_ADDR on all workers to an address of the host that has rank 0, or "
+        "start rank 0 on the host of MASTER_ADDR (--node-rank 0 of torchrun)",
         "protocol": "another program answers there, or the versions of torch differ: set another "
         "MASTER_PORT on all workers, and compare the versions",
     }

@@ -25,6 +25,7 @@ import torch
 
 import wingbeat
 from wingbeat import _native
+from wingbeat.environment import VARIABLES, unknown_variables
 from wingbeat.errors import UsageError
 from wingbeat.observe import reporter
 from wingbeat.observe.log import chosen_level
@@ -35,6 +36,9 @@ from wingbeat.transport.torch_store import KEY_FILE_VARIABLE, KEY_VARIABLE, job_
 
 _UNKNOWN_SPEED = 65535
 """What drivers of virtual interfaces return as their speed."""
+
+_MAX_UNKNOWN = 64
+"""Unknown variables that are reported: records are limited."""
 
 _OTHERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "LOCAL_WORLD_SIZE")
 
@@ -97,7 +101,8 @@ class Facts:
         receive_bytes: maximum buffer of a TCP connection; ``send_bytes`` likewise. 0: unknown.
         gpus: number of CUDA devices; ``driver`` is the version of their driver.
         gpu_problem: why there are none, though there is a driver.
-        env: the variables of wingbeat and some others, without the job's key.
+        env: the variables of wingbeat and some others, without the job's key; unknown ones
+            without their values.
         problems: values of the environment that wingbeat refuses, as errors.
         key: where the job's key is from: a variable, or empty.
         key_mode: permissions of its file; 0 without one.
@@ -252,12 +257,13 @@ def _reach_replica_store(env: Mapping[str, str]) -> Reach | None:
 
 
 def _variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to report, without the key."""
-    return {
-        name: value
-        for name, value in sorted(env.items())
-        if name in _OTHERS or (name.startswith("WINGBEAT_") and name != KEY_VARIABLE)
-    }
+    """Return the variables to report, without the key.
+
+    Unknown ones have no value: one of them may be the key, under a misspelled name.
+    """
+    known = {*VARIABLES, *_OTHERS} - {KEY_VARIABLE}
+    unknown = list(unknown_variables(env))[:_MAX_UNKNOWN]
+    return {name: env[name] for name in sorted(known & env.keys())} | dict.fromkeys(unknown, "")
 
 
 def _nics() -> tuple[Nic, ...]:
@@ -359,6 +365,22 @@ def reach(host: str, port: int, deadline: float, connect_s: float = CONNECT_S) -
         if time.monotonic() + _RETRY_S >= deadline:
             return replace(found, seconds=time.monotonic() - begin)
         time.sleep(_RETRY_S)
+
+
+def not_here(host: str, port: int) -> Reach | None:
+    """Return why no process of this host can serve at a host's name; None if one can."""
+    try:
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        detail = f"{host!r} cannot be resolved: {text_of(error)}"
+        return Reach(outcome="name", detail=detail)
+    for family, kind, protocol, _, address in entries:
+        with socket.socket(family, kind, protocol) as own, suppress(OSError):
+            own.bind((address[0], 0, *address[2:]))  # fails with addresses of other hosts
+            return None
+    shown = str(entries[0][4][0])
+    detail = f"{shown} is not an address of this host, which has rank 0 and serves the store"
+    return Reach(outcome="elsewhere", detail=detail, address=shown)
 
 
 _OUTCOMES = {

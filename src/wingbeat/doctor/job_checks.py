@@ -410,11 +410,12 @@ def _broken_path(
     target = chosen[peer][network]
     sources = ", ".join(f"{found.name(rank)} ({chosen[rank][network].address})" for rank in ranks)
     remedy = _PATH_REMEDIES.get(outcome, f"open all TCP ports between the hosts of a job ({_DOCS})")
+    remedy = remedy.format(target.address)
     value = f"{sources} to {found.name(peer)} ({target.address}, {target.name}): {detail}"
     if outcome in ("timeout", "refused") and all((peer, r, network) in works for r in ranks):
         value += "; the other direction works"
         remedy = f"a firewall on {found.name(peer)} or before it: {remedy}"
-    return Finding("connections", FAILED, value, remedy=remedy.format(target.address))
+    return Finding("connections", FAILED, value, remedy=remedy)
 
 
 def _stalled(found: Job, tried: Sequence[tuple[int, PathFacts]]) -> Iterator[Finding]:

@@ -29,6 +29,7 @@ from wingbeat.doctor.facts import (
     PathFacts,
     Place,
     Reach,
+    not_here,
     reach,
     reach_of,
     text_of,
@@ -202,10 +203,14 @@ def _open_store(
             return checks.store(rendezvous.rank, rendezvous.where, reached), store
         except RuntimeError as error:
             used = "EADDRINUSE" in str(error) or "address already in use" in str(error)
+            failed = Reach(outcome="protocol", detail=first_line(error)[:200])
+            if used:
+                failed = Reach(outcome="in use", detail="the port is in use")
+            elif rendezvous.serves:
+                failed = not_here(rendezvous.host, rendezvous.port) or failed
             reached = replace(
-                reached,
-                outcome="in use" if used else "protocol",
-                detail="the port is in use" if used else first_line(error)[:200],
+                failed,
+                address=failed.address or reached.address,
                 seconds=time.monotonic() - begin,
             )
     return checks.store(rendezvous.rank, rendezvous.where, reached, loopback=loopback), None
@@ -496,25 +501,25 @@ def try_path(route: _Route, key: bytes, connect_s: float, stall_s: float) -> Pat
         return replace(found, reach=reach_of(error, target.address, connect_s))
     with connection:
         reached = Reach(address=target.address, own=own.address, seconds=time.monotonic() - begin)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(connect_s)
         try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             identity = handshake.IDENTITY.pack(route.rank, route.peer, route.network, 0, bytes(8))
             handshake.prove(connection, identity, key)
             trip, clock = _ping(connection)
+            mtu = _mtu_of(connection)
         except OSError as error:
             timed_out = isinstance(error, TimeoutError)
             detail = "connected, but no answer arrives" if timed_out else text_of(error)
             outcome = "timeout" if timed_out else "handshake"
             return replace(found, reach=replace(reached, outcome=outcome, detail=detail))
         connection.settimeout(stall_s)
+        try:
+            stalled = _stalled(connection)
+        except OSError as error:
+            return replace(found, reach=replace(reached, outcome="error", detail=text_of(error)))
         return replace(
-            found,
-            reach=reached,
-            round_trip_s=trip,
-            clock_s=clock,
-            mtu=_mtu_of(connection),
-            stalled=_stalled(connection),
+            found, reach=reached, round_trip_s=trip, clock_s=clock, mtu=mtu, stalled=stalled
         )
 
 
@@ -540,14 +545,17 @@ def _ping(connection: socket.socket) -> tuple[float, float]:
 
 
 def _stalled(connection: socket.socket) -> str:
-    """Send and receive full-size packets; return the direction in which they are lost."""
+    """Send and receive full-size packets; return the direction in which they are lost.
+
+    An `OSError` if the connection ends.
+    """
     way = "there"
     try:
         connection.sendall(_BULK + bytes(_BULK_BYTES))
         handshake.read_exactly(connection, len(_DONE))
         way = "back"
         handshake.read_exactly(connection, _BULK_BYTES)
-    except OSError:
+    except TimeoutError:
         return way
     return ""
 

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from typing import NamedTuple
 
 from wingbeat import _native
@@ -101,11 +102,23 @@ def prove(connection: socket.socket, identity: bytes, key: bytes) -> tuple[bytes
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
-    """Read ``count`` bytes; a `ConnectionError` if the peer closes the connection before."""
-    data = bytearray()
-    while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
-            raise ConnectionError("the peer closed the connection")
-        data += more
+    """Read ``count`` bytes; a `ConnectionError` if the peer closes the connection before.
+
+    The socket's timeout limits all of it, as that of ``sendall``, and is the same afterwards.
+    """
+    data, seconds = bytearray(), connection.gettimeout()
+    end = None if seconds is None else time.monotonic() + seconds
+    try:
+        while len(data) < count:
+            if end is not None:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError("timed out")
+                connection.settimeout(left)
+            more = connection.recv(count - len(data))
+            if not more:
+                raise ConnectionError("the peer closed the connection")
+            data += more
+    finally:
+        connection.settimeout(seconds)
     return bytes(data)
