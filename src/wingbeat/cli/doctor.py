@@ -91,15 +91,13 @@ def _examine(named: list[str] | None, timeout: float, measure: bool) -> tuple[Re
 
     descriptors.raise_limit()
     env = dict(os.environ)
+    rendezvous, problems = None, []
     try:
         rendezvous = rendezvous_of(env)
     except UsageError as error:
-        own = facts.collect(env)
-        findings = [*checks.local(own), checks.refused("launcher", str(error))]
-        return peers.Result(findings=findings, failed=True), 0, 1
+        problems = [checks.refused("launcher", str(error))]
     if rendezvous is None or rendezvous.size == 1:
-        own = facts.collect(env)
-        findings = checks.local(own)
+        findings = [*checks.local(facts.collect(env)), *problems]
         return peers.Result(findings=findings, failed=checks.failed(findings)), 0, 1
     own = facts.collect(env, rendezvous.rank, rendezvous.size)
     try:

@@ -570,14 +570,16 @@ def _serve(listener: socket.socket, rank: int, key: bytes) -> Callable[[], None]
     slots = threading.BoundedSemaphore(_MAX_SERVED)
 
     def answer(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(CONNECT_S + 2 * _STALL_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            identity = handshake.IDENTITY.unpack(handshake.accept(connection, key))
-            if identity[1] == rank:
-                for reply in _replies(connection):
-                    connection.sendall(reply)
-        slots.release()
+        try:
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(CONNECT_S + 2 * _STALL_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                identity = handshake.IDENTITY.unpack(handshake.accept(connection, key))
+                if identity[1] == rank:
+                    for reply in _replies(connection):
+                        connection.sendall(reply)
+        finally:
+            slots.release()
 
     def run() -> None:
         while True:
