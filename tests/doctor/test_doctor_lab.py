@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.code_blocks import ROOT, blocks_of, run_in_lab
 from wingbeat_lab import lab
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
@@ -59,6 +60,15 @@ def examined(
     )
     found = json.loads(report.read_text())["findings"] if report.exists() else []
     return Examined(result.exit_codes, found, lines)
+
+
+def test_command_of_troubleshooting_md_checks_all_hosts(tmp_path: Path) -> None:
+    page = ROOT / "docs/how-to/troubleshooting.md"
+    [block] = [each for each in blocks_of(page) if each.word("elsewhere")]
+    done, said = run_in_lab(block, "star:2@1gbit", tmp_path, 150)
+    assert done.exit_code == 0, said
+    assert "wingbeat doctor: 2 hosts, 2 ranks" in said
+    assert "0 failed" in said
 
 
 def test_hosts_that_work_have_no_warning(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 import yaml
 
+from wingbeat_lab import lab
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -143,6 +145,21 @@ def commands_of(block: Block) -> str:
             kept.append(line if continued else line[2:])
             continued = line.endswith("\\")
     return "".join(f"{line}\n" for line in kept)
+
+
+def run_in_lab(block: Block, spec: str, folder: Path, seconds: float) -> tuple[lab.RunResult, str]:
+    """Run the commands of a block on each host of a lab, where ``node1`` is the first one.
+
+    Returns the result, and what the hosts have written.
+    """
+    commands = block.code.replace("node1", "h0")
+    assert commands != block.code, f"{block.name} does not name the host node1"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    lines: list[str] = []
+    script = f"export PATH={shlex.quote(path)}\ncd {shlex.quote(str(folder))}\n{commands}"
+    words = ["bash", "-eu", "-c", script]
+    done = lab.run(spec, words, timeout=seconds, on_line=lambda _, line: lines.append(line))
+    return done, "\n".join(lines)
 
 
 def run(step: Program | Block, folder: Path) -> None:
