@@ -11,26 +11,19 @@ from pathlib import Path
 import pytest
 
 from helpers.ports import free_port
+from helpers.verbs import wingbeat
 from wingbeat.cli.doctor import rendezvous_of
 from wingbeat.errors import UsageError
 
 
-def wingbeat(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+def doctor(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WINGBEAT_")}
-    return subprocess.run(
-        [sys.executable, "-m", "wingbeat", "doctor", *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        check=False,
-        env={**kept, **env},
-    )
+    return wingbeat("doctor", *args, timeout=120, env={**kept, **env})
 
 
 def test_one_host_is_checked_without_a_launcher(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    done = wingbeat("--json", str(report))
+    done = doctor("--json", str(report))
     assert done.returncode == 0, done
     assert done.stderr == ""
     first, *lines = done.stdout.splitlines()
@@ -42,7 +35,7 @@ def test_one_host_is_checked_without_a_launcher(tmp_path: Path) -> None:
 
 
 def test_a_failed_check_is_exit_1_with_the_error_of_the_library() -> None:
-    done = wingbeat(WINGBEAT_ENCRYPTED="yes")
+    done = doctor(WINGBEAT_ENCRYPTED="yes")
     assert done.returncode == 1
     assert "failed   environment    WINGBEAT_ENCRYPTED='yes'" in done.stdout
     assert "fix: allowed are 0 and 1" in done.stdout
@@ -51,7 +44,7 @@ def test_a_failed_check_is_exit_1_with_the_error_of_the_library() -> None:
 
 def test_a_rank_without_a_store_reports_itself() -> None:
     port = free_port()
-    done = wingbeat(
+    done = doctor(
         *("--timeout", "4"),
         **{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
     )
@@ -62,20 +55,20 @@ def test_a_rank_without_a_store_reports_itself() -> None:
 
 
 def test_an_incomplete_environment_is_a_finding() -> None:
-    done = wingbeat(RANK="0", WORLD_SIZE="2")
+    done = doctor(RANK="0", WORLD_SIZE="2")
     assert done.returncode == 1
     assert "failed   launcher       MASTER_ADDR, MASTER_PORT not set" in done.stdout
 
 
 def test_the_job_key_is_not_printed() -> None:
-    done = wingbeat(WINGBEAT_JOB_KEY="a key that is secret")
+    done = doctor(WINGBEAT_JOB_KEY="a key that is secret")
     assert done.returncode == 0, done
     assert "secret" not in done.stdout
     assert "from WINGBEAT_JOB_KEY" in done.stdout
 
 
 def test_a_timeout_out_of_range_is_exit_2() -> None:
-    done = wingbeat("--timeout", "1")
+    done = doctor("--timeout", "1")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--timeout 1: allowed are 4 to 86400 s" in done.stderr
 

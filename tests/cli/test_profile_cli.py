@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from helpers.verbs import wingbeat
 from wingbeat.profiling import decode
 from wingbeat_lab.bench import models
 
@@ -24,21 +24,13 @@ while True:
 """
 
 
-def wingbeat(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "wingbeat.cli.main", "profile", *args],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        check=False,
-        cwd=folder,
-    )
+def run_profile(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return wingbeat("profile", *args, timeout=120, cwd=folder)
 
 
 def test_profile_verb_writes_a_file_that_the_bench_takes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    done = wingbeat("train.py", "--iterations", "3", "--", "32", folder=tmp_path)
+    done = run_profile("train.py", "--iterations", "3", "--", "32", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("train on ")
@@ -69,7 +61,7 @@ def test_profile_verb_writes_a_file_that_the_bench_takes(tmp_path: Path) -> None
 def test_profile_verb_bad_input_is_one_line_and_exit_2(
     tmp_path: Path, args: list[str], words: str
 ) -> None:
-    done = wingbeat(*args, folder=tmp_path)
+    done = run_profile(*args, folder=tmp_path)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert words in line

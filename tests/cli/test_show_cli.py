@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from helpers.verbs import wingbeat
 from wingbeat.planning import files
 from wingbeat.planning.bucket_size import BucketSizeResult, Sample, untuned
 from wingbeat.planning.choice import StrategyResult, TimedStrategy
@@ -27,15 +27,8 @@ TUNED = BucketSizeResult(
 )
 
 
-def wingbeat(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "wingbeat.cli.main", "show", *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+def show(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return wingbeat("show", *args)
 
 
 @pytest.fixture
@@ -45,7 +38,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_show_verb_tuned_file_shows_trials_choice_and_reason(file: Path) -> None:
-    done = wingbeat(file)
+    done = show(file)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     rows = [line.split() for line in done.stdout.splitlines()]
@@ -60,13 +53,13 @@ def test_show_verb_choice_of_strategy_shows_times_and_has_no_picture(tmp_path: P
     tried = TimedStrategy("AllReduce(mb=25)", 0.025), TimedStrategy("DeAR(mb=5)", 0.02)
     choice = StrategyResult(tried=tried, chosen="DeAR(mb=5)", iterations=41)
     files.save(tmp_path / "auto.json", choice, {"workers": 4})
-    done = wingbeat(tmp_path / "auto.json")
+    done = show(tmp_path / "auto.json")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     first = rows.index(["DeAR(mb=5)", "20", "chosen"])
     assert rows[first + 1] == ["AllReduce(mb=25)", "25"]
     assert choice.explain() in done.stdout
-    done = wingbeat(tmp_path / "auto.json", "--png", tmp_path / "auto.png")
+    done = show(tmp_path / "auto.json", "--png", tmp_path / "auto.png")
     assert done.returncode == 2
     assert "has no picture" in done.stderr
     assert not (tmp_path / "auto.png").exists()
@@ -75,21 +68,21 @@ def test_show_verb_choice_of_strategy_shows_times_and_has_no_picture(tmp_path: P
 def test_show_verb_single_plan_says_nothing_to_tune(tmp_path: Path) -> None:
     rule = Tuning(search="bo", low_bytes=MB, high_bytes=100 * MB)
     files.save(tmp_path / "none.json", untuned(rule, 25 * MB, 1), {"workers": 4})
-    done = wingbeat(tmp_path / "none.json", "--png", tmp_path / "none.png")
+    done = show(tmp_path / "none.json", "--png", tmp_path / "none.png")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("nothing to tune: for this model bucket sizes from 1 to 100 MB")
     assert (tmp_path / "none.png").read_bytes().startswith(PNG)
 
 
 def test_show_verb_with_png_writes_figure(file: Path, tmp_path: Path) -> None:
-    done = wingbeat(file, "--png", tmp_path / "out" / "plan.png")
+    done = show(file, "--png", tmp_path / "out" / "plan.png")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "plan.png").read_bytes().startswith(PNG)
     assert f"picture: {tmp_path}/out/plan.png" in done.stdout
 
 
 def test_show_verb_help_has_examples() -> None:
-    done = wingbeat("--help")
+    done = show("--help")
     assert "wingbeat show plan.json --png out/plan.png" in done.stdout
 
 
@@ -109,7 +102,7 @@ def test_show_verb_bad_input_is_one_line_and_exit_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "damaged.json").write_text('{"format":', encoding="utf-8")
-    done = wingbeat(*[file if arg == "FILE" else arg for arg in args])
+    done = show(*[file if arg == "FILE" else arg for arg in args])
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert words in line

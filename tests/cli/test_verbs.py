@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 
+from helpers.verbs import wingbeat
 from wingbeat.cli.main import app
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -26,17 +27,6 @@ def _verbs(command: Any, prefix: str = "") -> set[str]:
     if below is None:
         return {prefix}
     return {verb for name in below for verb in _verbs(below[name], f"{prefix} {name}".strip())}
-
-
-def _wingbeat(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "wingbeat.cli.main", *args],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
 
 
 def test_verbs_are_the_documented_ones() -> None:
@@ -56,7 +46,7 @@ def test_the_documentation_lists_verbs_at_all() -> None:
     [(["benhc"], "benhc", "bench"), (["lab", "docter"], "docter", "doctor")],
 )
 def test_an_unknown_verb_is_one_line_and_exit_2(args: list[str], value: str, nearest: str) -> None:
-    done = _wingbeat(*args)
+    done = wingbeat(*args)
     assert done.returncode == 2
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
@@ -66,7 +56,7 @@ def test_an_unknown_verb_is_one_line_and_exit_2(args: list[str], value: str, nea
 
 @pytest.mark.parametrize("verb", sorted(_documented()))
 def test_every_verb_explains_itself(verb: str) -> None:
-    done = _wingbeat(*verb.split(), "--help")
+    done = wingbeat(*verb.split(), "--help")
     assert done.returncode == 0
     assert "--help" in done.stdout
     assert len(done.stdout.splitlines()) > 5
@@ -78,7 +68,7 @@ def test_starting_the_command_line_does_not_import_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_without_other_packages_the_verbs_are_those_of_wingbeat() -> None:
+def test_without_other_packages_the_verbs_are_those_ofwingbeat() -> None:
     code = (
         "import importlib.metadata, sys; importlib.metadata.entry_points = lambda group: ();"
         "from wingbeat.cli.main import app;"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from helpers.disk import room_for
+from helpers.verbs import wingbeat
 from wingbeat.errors import UsageError
 from wingbeat_lab.bench import contenders, table
 from wingbeat_lab.bench.table import Printed
@@ -19,17 +20,6 @@ from wingbeat_lab.cli.bench import spread, write
 
 PNG = b"\x89PNG\r\n\x1a\n"
 TUNED = "dear:trials=1,steps=1"
-
-
-def wingbeat(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "wingbeat.cli.main", *args],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
 
 
 def test_figures_cut_short_leave_the_old_file_and_are_one_line(
