@@ -229,6 +229,19 @@ def test_a_host_that_refuses_is_told_from_one_that_is_silent(route: Any) -> None
     assert peers.try_path(way, KEY, 5.0, 5.0).reach.outcome == "refused"
 
 
+def test_a_connection_that_failed_leaves_its_slot_to_the_next(
+    route: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, way = route
+    monkeypatch.setattr(peers, "_MAX_SERVED", 1)
+    end = peers._serve(listener, 1, KEY)
+    assert peers.try_path(way, KEY + b"?", 5.0, 5.0).reach.outcome == "handshake"
+    deadline = time.monotonic() + LONG
+    while (found := peers.try_path(way, KEY, 5.0, 5.0)).reach.outcome != "ok":
+        assert time.monotonic() < deadline, found  # the thread of the first one has to end
+    end()
+
+
 def test_a_process_with_another_key_is_a_failed_handshake(route: Any) -> None:
     listener, way = route
     end = peers._serve(listener, 1, KEY + b"?")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,3 +190,28 @@ def test_distribute_logs_each_warning_once_in_a_job() -> None:
         f"wingbeat: {strategy}: the job has one worker, so nothing is exchanged:"
         for strategy in ("AllReduce()", "DeAR()")
     ]
+
+
+ON_ONE_HOST = """
+import torch, wingbeat
+wingbeat.init()
+model = torch.nn.Linear(2, 1)
+wingbeat.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), wingbeat.Ripples())
+wingbeat.shutdown()
+"""
+
+
+def test_of_two_workers_only_rank_0_logs_warnings(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ON_ONE_HOST, encoding="utf-8")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*start, str(script)],
+        env={**os.environ, "WINGBEAT_TOPP": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = [line for line in done.stderr.splitlines() if line.startswith("wingbeat")]
+    assert [line.split(":")[1] for line in told] == [" no effect", " Ripples()"], told
+    assert all(line.startswith("wingbeat: ") for line in told)
