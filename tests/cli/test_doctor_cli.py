@@ -34,6 +34,14 @@ def test_one_host_is_checked_without_a_launcher(tmp_path: Path) -> None:
     assert {"versions", "NICs", "open files"} <= {each["check"] for each in found["findings"]}
 
 
+def test_an_interface_that_this_host_lacks_is_a_failed_check() -> None:
+    done = doctor("--interface", "nosuch9")
+    assert done.returncode == 1
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+    assert "unknown interface 'nosuch9'" in line
+    assert "fix: allowed are " in done.stdout
+
+
 def test_a_failed_check_is_exit_1_with_the_error_of_the_library() -> None:
     done = doctor(WINGBEAT_ENCRYPTED="yes")
     assert done.returncode == 1

@@ -71,6 +71,12 @@ def test_two_hosts_that_work_are_one_report_of_rank_0(examine: Examine) -> None:
     assert values["store"].startswith("served at 127.0.0.1:")
 
 
+def test_ranks_of_one_host_check_its_named_interfaces(examine: Examine) -> None:
+    lacks = {**host_at(0), "host": Host("host 0", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))}
+    first, _ = (examine(facts_of(rank, **lacks)) for rank in range(2))
+    assert "unknown interface 'lo'" in "".join(each.value for each in failures(first.result()))
+
+
 def test_hosts_with_several_ranks_connect_once(examine: Examine) -> None:
     started = [examine(facts_of(rank, size=4, **host_at(rank // 2))) for rank in range(4)]
     done, *others = (each.result() for each in started)

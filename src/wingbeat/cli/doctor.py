@@ -97,7 +97,8 @@ def _examine(named: list[str] | None, timeout: float, measure: bool) -> tuple[Re
     except UsageError as error:
         problems = [checks.refused("launcher", str(error))]
     if rendezvous is None or rendezvous.size == 1:
-        findings = [*checks.local(facts.collect(env)), *problems]
+        own = facts.collect(env)
+        findings = [*checks.local(own), *checks.named(own.host, named or None), *problems]
         return peers.Result(findings=findings, failed=checks.failed(findings)), 0, 1
     own = facts.collect(env, rendezvous.rank, rendezvous.size)
     try:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from wingbeat.doctor.facts import Facts, Reach
 from wingbeat.environment import unknown_variables
+from wingbeat.errors import UsageError
 from wingbeat.transport import descriptors, encryption, interfaces, launchers, replica_jobs
-from wingbeat.transport.interfaces import Interface
+from wingbeat.transport.interfaces import Host, Interface
 from wingbeat.transport.torch_store import KEY_VARIABLE
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -45,6 +46,15 @@ def refused(check: str, error: str) -> Finding:
         return Finding(check, FAILED, value, f"allowed are {allowed}")
     value, _, remedy = error.rpartition(": ")
     return Finding(check, FAILED, value, remedy)
+
+
+def named(host: Host, names: Sequence[str] | None) -> list[Finding]:
+    """Return the finding of a named interface that a host does not have, as a list; or nothing."""
+    try:
+        interfaces.choose([host], 0, names)
+    except UsageError as error:
+        return [refused("NICs", str(error))]
+    return []
 
 
 def merged(findings: Iterable[Finding], hosts: int) -> list[Finding]:

@@ -430,7 +430,10 @@ class _Examination:
 
     def _conclude(self, job: job_checks.Job) -> Result:
         """Judge the job, tell the others, and wait until they have read it."""
-        findings = checks.merged([self._reached, *job_checks.job(job)], len(job.hosts))
+        found = [self._reached, *job_checks.job(job)]
+        if len(job.hosts) == 1:  # of several, each checks its own when it listens
+            found += checks.named(self._own.host, self._named)
+        findings = checks.merged(found, len(job.hosts))
         measures = self._measure is not None and not checks.failed(findings)
         self._publish("verdict", _Verdict(checks.failed(findings), measures))
         if measures and self._measure is not None:
