@@ -40,7 +40,7 @@ from wingbeat.methods.model_averaging.options import (
 from wingbeat.methods.model_averaging.outer import OuterUpdate, num_copies
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
 from wingbeat.methods.model_averaging.rules import rules_of
-from wingbeat.observe.log import log
+from wingbeat.observe.log import log_event
 from wingbeat.planning import plans
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.world import World
@@ -111,7 +111,7 @@ def build_runtime(partners: PartnersPart, context: BuildContext) -> Runtime:
         shared = outer is not None and partners.everyone
         if shared:
             session.copy_state_when_excluded()
-        update.renew = functools.partial(_copy_state, session, state_of_worker, join=shared)
+        update.renew = functools.partial(_copy_state, world, session, state_of_worker, join=shared)
         if world.returned:
             state_of_worker.put(session.fetch_state(join=shared))
     return runtime
@@ -132,10 +132,13 @@ _in_groups: Any = weakref.WeakKeyDictionary()
 """By world of all workers: a weak reference to the update of the model that groups average."""
 
 
-def _copy_state(session: GroupSession, state: LiveState, *, join: bool) -> None:
+def _copy_state(world: World, session: GroupSession, state: LiveState, *, join: bool) -> None:
     if session.must_fetch:
-        log.warning(
-            "groups continued without this worker, which took too long: it copies a peer's model"
+        log_event(
+            "excluded",
+            f"{world.me}: groups continued without this worker, which took too long: it copies a "
+            "peer's model",
+            rank=world.ranks[world.rank],
         )
         state.put(session.fetch_state(join=join))
 
