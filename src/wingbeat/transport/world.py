@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from wingbeat.transport.failures import (
     finished_peer_text,
     has_finished,
     is_progressing,
+    process_has_ended,
     publish_wait,
+    published_failure,
 )
 from wingbeat.transport.link import (
     MAX_CHANNELS,
@@ -27,7 +30,7 @@ from wingbeat.transport.link import (
     group_prefix,
     lowest_free,
 )
-from wingbeat.transport.store import AtomicStore
+from wingbeat.transport.store import AtomicStore, read_value
 from wingbeat.types import Group, Layout
 
 if TYPE_CHECKING:
@@ -43,6 +46,10 @@ _CHANNELS = Range(1, MAX_CHANNELS + 1)
 
 MAX_REMEMBERED_EPOCHS = 4096
 """Maximum sets of ranks whose last epoch is stored; the least recently used is evicted first."""
+
+
+_LIVENESS_CHECK_S = 0.5
+"""Seconds between two checks whether the process whose value is awaited has exited."""
 
 
 class OpenGroups:
@@ -124,6 +131,7 @@ class World:
         inside: the ranks that hold this worker's model together; None if it holds all of it.
         returned: whether this worker was restarted alone while the others continue. It has no
             links; only strategies with dynamic membership accept it.
+        incarnation: number of processes that had this rank before this one, since the store exists.
         serial: number of channels opened before this one, by which a restarted worker finds its
             channel.
         parent: the world in which this channel was opened.
@@ -144,6 +152,7 @@ class World:
     networks: tuple[tuple[str, ...], ...] = ()
     interfaces: tuple[str, ...] = ()
     returned: bool = False
+    incarnation: int = 0
     serial: int = 0
     parent: World | None = None
     layout: Layout = _ALONE
@@ -314,9 +323,9 @@ class World:
         """Exchange one ``value`` of each worker; return all of them by rank.
 
         The values are of the type ``hint``, as in `schema.from_json`; by default any JSON. Every
-        rank must make the same calls in the same order. A `RendezvousError` if a rank published
-        nothing within the timeout, or another type; names the rank and ``what``. A `UsageError` if
-        this worker was restarted alone, so the others have completed this exchange.
+        rank must make the same calls in the same order. A `RendezvousError` if a rank has exited,
+        published nothing within the timeout, or another type; names the rank and ``what``. A
+        `UsageError` if this worker was restarted alone, so the others have completed this exchange.
         """
         if self.returned:
             raise UsageError(
@@ -353,39 +362,69 @@ class World:
 
     def _fetch(self, what: str, prefix: str, peer: int, hint: Any, sizes: Sizes) -> Any:
         mine, theirs = self.ranks[self.rank], self.ranks[peer]
+        text = self._await(f"{prefix}/{peer}", what, peer)
         try:
-            text = self._get_extended(f"{prefix}/{peer}", what, peer)
             return parse_json(hint, text, what, **sizes)
-        except TimeoutError:
-            if has_finished(self.store, theirs):
-                raise RendezvousError(finished_peer_text(mine, theirs, repr(what))) from None
-            raise RendezvousError(
-                f"rank {mine}: rank {theirs} published nothing for {what!r} within "
-                f"{self.timeout:g} s; check that it is running the same script"
-            ) from None
         except MalformedMessage as error:
             raise RendezvousError(
                 f"rank {mine}: rank {theirs} published malformed {what}: {error}; check that it is "
                 "running the same script"
             ) from None
 
-    def _get_extended(self, key: str, what: str, peer: int) -> str:
-        """Return the value of ``key``; wait beyond the timeout while ``peer`` is progressing."""
+    def _await(self, key: str, what: str, peer: int) -> str:
+        """Return the value of ``key``, which ``peer`` publishes.
+
+        Waits until ``peer`` has exited, and beyond the timeout while it is progressing.
+        """
         mine, theirs = self.ranks[self.rank], self.ranks[peer]
-        wait = WaitLog(f"rank {mine}", f"the value of {what!r}")
+        wait, progress_s = WaitLog(f"rank {mine}", f"the value of {what!r}"), self.timeout
+        slice_s = min(_LIVENESS_CHECK_S, self.timeout)
         try:
             while True:
+                begin = time.monotonic()
                 try:
-                    return self.store.get(key, self.timeout)
-                except TimeoutError:
-                    publish_wait(self.store, mine, theirs)
-                    stuck = wait.seconds() > MAX_WAIT_FACTOR * self.timeout
-                    if stuck or not is_progressing(self.store, mine, theirs):
-                        raise
-                    wait.log_if_due(f"rank {theirs}")
+                    return self.store.get(key, slice_s)
+                except TimeoutError as error:
+                    if time.monotonic() - begin < slice_s / 2:  # it did not wait
+                        raise RendezvousError(
+                            f"rank {mine}: cannot read {what!r} of rank {theirs} in the store: "
+                            f"{error}; read the output of the process that serves the store: rank "
+                            "0, or its launcher"
+                        ) from None
+                if process_has_ended(self.store, theirs):
+                    return self._last_value(key, what, theirs)
+                if wait.seconds() < progress_s:
+                    continue
+                progress_s += self.timeout
+                publish_wait(self.store, mine, theirs)
+                stuck = wait.seconds() > MAX_WAIT_FACTOR * self.timeout
+                if stuck or not is_progressing(self.store, mine, theirs):
+                    raise RendezvousError(
+                        f"rank {mine}: rank {theirs} published nothing for {what!r} within "
+                        f"{self.timeout:g} s; check that it is running the same script"
+                    )
+                wait.log_if_due(f"rank {theirs}")
         finally:
             if wait.seconds() > self.timeout:
                 publish_wait(self.store, mine, None)
+
+    def _last_value(self, key: str, what: str, theirs: int) -> str:
+        """Return the value of ``key`` of a process that has exited, or raise how it exited."""
+        text = read_value(self.store, key)  # it may have published it before it exited
+        if text is not None:
+            return text
+        mine = self.ranks[self.rank]
+        if has_finished(self.store, theirs):
+            raise RendezvousError(finished_peer_text(mine, theirs, repr(what)))
+        if failure := published_failure(self.store, theirs):
+            raise RendezvousError(
+                f"rank {mine}: rank {theirs} failed with {failure}, noticed in the exchange of "
+                f"{what!r}"
+            )
+        raise RendezvousError(
+            f"rank {mine}: the process of rank {theirs} has ended, and published nothing for "
+            f"{what!r}: it was killed, or called os._exit(); read its output"
+        )
 
     @property
     def nccl(self) -> NcclGroup:
