@@ -42,12 +42,21 @@ class Ended(NamedTuple):
 class Job:
     """The processes of one job, rank by rank, each in a session of its own."""
 
-    def __init__(self, forks: Forks, folder: Path, pids: list[int]) -> None:
-        self._forks, self._folder, self.pids = forks, folder, pids
+    def __init__(self, forks: Forks, request: dict[str, Any]) -> None:
+        self._forks, self._request = forks, request
+        self._folder = Path(request["folder"])
+        self.pids: list[int] = forks.ask(request)
+
+    def restart(self, rank: int) -> None:
+        """Wait until the process of a rank has ended, and start it again."""
+        self.until(lambda: self._statuses()[rank] is not None)
+        [self.pids[rank]] = self._forks.ask({**self._request, "ranks": [rank]})
 
     def said(self, rank: int) -> str:
         """Return what a rank has written until now."""
-        return (self._folder / f"{rank}.txt").read_text(encoding="utf-8", errors="replace")
+        with contextlib.suppress(FileNotFoundError):  # it is being forked
+            return (self._folder / f"{rank}.txt").read_text(encoding="utf-8", errors="replace")
+        return ""
 
     def until(self, is_so: Callable[[], object], seconds: float = 3 * PATIENCE) -> None:
         """Wait for something; fail with all output if it is not in time."""
@@ -64,7 +73,8 @@ class Job:
     def signal(self, number: int, *ranks: int) -> None:
         """Send a signal to the process groups of these ranks; default: of all."""
         for rank in ranks or range(len(self.pids)):
-            os.killpg(self.pids[rank], number)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pids[rank], number)
 
     def end(self, seconds: float = 3 * PATIENCE) -> list[Ended]:
         """Wait for all ranks, and return how they have ended; nothing of them may be left."""
@@ -75,9 +85,7 @@ class Job:
 
     def kill(self) -> None:
         """End what is left of it."""
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
 
     def _statuses(self) -> list[Any]:
         found = self._forks.ask({"statuses": self.pids})
@@ -131,10 +139,10 @@ class Forks:
         known = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         known["MASTER_PORT"] = str(port or free_port())
         asked = {
-            "script": str(script), "words": words, "folder": str(folder), "size": size,
-            "env": {**known, **env},
+            "script": str(script), "words": words, "folder": str(folder),
+            "ranks": list(range(size)), "env": {**known, **env},
         }  # fmt: skip
-        job = Job(self, folder, self.ask(asked))
+        job = Job(self, asked)
         try:
             yield job
         finally:
@@ -179,12 +187,14 @@ def _serve() -> None:
             print(json.dumps([statuses.get(p) for p in request["statuses"]]), file=answers)
         else:
             pids = []
-            for rank in range(request["size"]):
+            for rank in request["ranks"]:
                 pid = os.fork()
                 if pid == 0:
                     answers.close()
                     _become(rank, request)
                     return
+                while os.getsid(pid) != pid:  # until then it has this process's group
+                    time.sleep(0.001)
                 pids.append(pid)
             print(json.dumps(pids), file=answers)
         answers.flush()

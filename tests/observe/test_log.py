@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -105,3 +108,13 @@ def test_an_event_of_this_process_has_its_incarnation(caplog: pytest.LogCaptureF
     finally:
         set_incarnation(0)
     assert caplog.messages == ["rank 0: eth1 [event=path-cut rank=0 incarnation=3]"]
+
+
+def test_events_are_those_on_the_page_each_with_its_level() -> None:
+    page = Path(__file__).parents[2] / "docs/how-to/monitor.md"
+    told = {}
+    table = page.read_text(encoding="utf-8").partition("| event | level |")[2].partition("\n\n")[0]
+    for names, levels in re.findall(r"^\| (`.*?`) \| (.*?) \|", table, re.MULTILINE):
+        events, given = re.findall(r"`(.*?)`", names), levels.split(", ")
+        told.update(zip(events, given * len(events) if len(given) == 1 else given, strict=False))
+    assert told == {event: logging.getLevelName(level).lower() for event, level in EVENTS.items()}

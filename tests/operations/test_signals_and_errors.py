@@ -130,6 +130,25 @@ def test_killed_process_leaves_the_others_of_averages_training(
         assert lines[0].endswith("[event=lost rank=1 incarnation=0]")
 
 
+@pytest.mark.parametrize("strategy", ["Canary(s=2,p=None)", "Ripples()", "DiLoCo(every=4)"])
+def test_events_of_a_rank_that_is_killed_and_started_again_have_its_incarnations(
+    strategy: str, forks: Forks, tmp_path: Path
+) -> None:
+    env = {"WINGBEAT_LOG": "info", "WINGBEAT_JOB_ID": "again"}
+    with forks.job(SCRIPT, tmp_path / "job", strategy, "--save", "works", env=env) as job:
+        job.until_said("trains")
+        job.signal(signal.SIGKILL, 1)
+        job.until_said("[event=lost rank=1 incarnation=0]", (0, 2))
+        job.restart(1)
+        job.until_said("[event=returned rank=1 incarnation=1]", (0, 2))
+        job.until_said("trains", (1,))
+        assert "[event=rejoined rank=1 incarnation=1]" in job.said(1)
+        job.signal(signal.SIGTERM)
+        ended = job.end()
+    assert of(ended) == [143] * 3
+    assert "[event=terminated rank=1 incarnation=1]" in ended[1].said
+
+
 def test_exit_of_a_script_is_its_own_status(forks: Forks, tmp_path: Path) -> None:
     with forks.job(SCRIPT, tmp_path / "job", DEAR, "--event", "exit") as job:
         ended = job.end()
