@@ -149,6 +149,18 @@ def test_events_of_a_rank_that_is_killed_and_started_again_have_its_incarnations
     assert "[event=terminated rank=1 incarnation=1]" in ended[1].said
 
 
+def test_incarnations_of_a_job_that_torchrun_restarts_are_its_restarts(
+    forks: Forks, tmp_path: Path
+) -> None:
+    env = {"WINGBEAT_LOG": "debug", "TORCHELASTIC_RESTART_COUNT": "2"}
+    with forks.job(SCRIPT, tmp_path / "job", DEAR, "--steps", "9", env=env) as job:
+        ended = job.end()
+    assert of(ended) == [0] * 3
+    for rank, each in enumerate(ended):
+        assert f"rank {rank}: joined a job of 3 workers [event=joined rank={rank} " in each.said
+        assert "incarnation=2]" in each.said
+
+
 def test_exit_of_a_script_is_its_own_status(forks: Forks, tmp_path: Path) -> None:
     with forks.job(SCRIPT, tmp_path / "job", DEAR, "--event", "exit") as job:
         ended = job.end()

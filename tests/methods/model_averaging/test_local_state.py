@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from helpers.returning import again, dies
 from helpers.training import engine, net, on, sgd, train, weights
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.integrations import checkpoint
-from wingbeat.methods.model_averaging import service
+from wingbeat.methods.model_averaging import build, service
 from wingbeat.strategies import parse
+from wingbeat.transport import loopback
 from wingbeat.transport.detector import Deadlines
 
 PATIENCE = 60.0
@@ -252,3 +254,18 @@ def until(model: Any, optimizer: Any, steps: int) -> None:
     """Train until so many are made: who takes over a state goes on from its number."""
     while engine(model).update.steps < steps:
         train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("must_fetch", [True, False])
+def test_worker_that_was_excluded_logs_an_event_and_copies_a_model(
+    must_fetch: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    copied: list[object] = []
+    session: Any = SimpleNamespace(must_fetch=must_fetch, fetch_state=lambda *, join: join)
+    state: Any = SimpleNamespace(put=copied.append)
+    build._copy_state(loopback.worlds(2)[1], session, state, join=True)
+    lines = [
+        "rank 1: groups continued without this worker, which took too long: it copies a peer's "
+        "model [event=excluded rank=1 incarnation=0]"
+    ]
+    assert (caplog.messages, copied) == ((lines, [True]) if must_fetch else ([], []))
