@@ -144,7 +144,7 @@ def distribute(
         check_accelerated_replica(model, strategy, world)
     if world.size > 1:
         # Several models of one process launch their buckets in different orders.
-        world = world.open_channel()
+        world = strategy.exchange.open_world(world)
     collectives = Collectives(world, strategy.topology)
     if alike and world.size > 1:
         left_out, named = ignored(model), [*model.named_parameters(), *model.named_buffers()]
@@ -153,7 +153,8 @@ def distribute(
             broadcast_now(tensors, collectives, root=0)
     engine = Engine(model, optimizer, strategy, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
-    upgrade(optimizer, DeferringOptimizer if engine.update.defers else DistributedOptimizer, engine)
+    defers = engine.update.defers or engine.recovery is not None
+    upgrade(optimizer, DeferringOptimizer if defers else DistributedOptimizer, engine)
     claim_parameters(engine, engine.trained)
     engine.meter.strategy = repr(strategy)
     if world.leads and not world.threads and not world.returned:

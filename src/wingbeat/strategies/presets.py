@@ -18,6 +18,7 @@ from wingbeat.parts.strategy import Strategy
 from wingbeat.settings import OptionError, count_of, defaults_of, named
 from wingbeat.strategies.preset import Preset, check_first_mb, check_flags, preset, variant
 from wingbeat.topologies import Topology
+from wingbeat.traits import ExchangePart
 
 
 def _refusal(reason: str, **options: Any) -> OptionError:
@@ -31,6 +32,14 @@ def _along(topology: str) -> Topology:
     if name not in topologies.BY_NAME and not name.startswith("bcube@"):
         raise OptionError.of("", {"topology": topology}, names=topologies.BY_NAME)
     return topologies.get(name)
+
+
+def _members(topology: str, min_replicas: int) -> ExchangePart:
+    """Return the exchange of all workers, or of those that are alive."""
+    along = _along(topology)
+    if min_replicas == 0:
+        return along
+    return parts.Elastic(min_replicas=min_replicas, topology=topology)
 
 
 # -- chosen by trial -------------------------------------------------------------------------------
@@ -162,6 +171,7 @@ def AllReduce(
     plan_file: str = "",
     compression: Compression = "fp32",
     topology: str = "ring",
+    min_replicas: int = 0,
 ) -> Strategy:
     """Wait-free backpropagation: buckets are all-reduced during backward, as in DDP.
 
@@ -192,6 +202,10 @@ def AllReduce(
             (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
             network interface for each level of a BCube; ``"bcube@3x2"`` sets its size). A ring or
             mesh is one of hosts: workers of one host sum in shared memory first.
+        min_replicas: continue without workers that fail, and admit them when they return, while
+            there are at least so many; 0: all workers end if one fails. The step of a failure is
+            dropped on all, and gradients are the mean over the others. With fewer workers training
+            waits for the timeout of `wingbeat.init`, and ends then. Needs a fixed plan.
 
     Raises:
         UsageError: a value is out of range.
@@ -209,8 +223,9 @@ def AllReduce(
         tune_topology=tune_topology,
         plan_file=plan_file,
     )
+    exchange = _members(topology, min_replicas)
     return Strategy(
-        plan=made, compression=compression, exchange=_along(topology), schedule=parts.WaitFree()
+        plan=made, compression=compression, exchange=exchange, schedule=parts.WaitFree()
     )
 
 
@@ -253,6 +268,7 @@ def DeAR(
     compression: Compression = "fp32",
     shard_optimizer: bool = False,
     topology: str = "ring",
+    min_replicas: int = 0,
 ) -> Strategy:
     """All-reduce in two halves: reduce-scatter during backward, all-gather during the next forward.
 
@@ -289,6 +305,10 @@ def DeAR(
             (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
             network interface for each level of a BCube; ``"bcube@3x2"`` sets its size). A ring or
             mesh is one of hosts: workers of one host sum in shared memory first.
+        min_replicas: continue without workers that fail, and admit them when they return, while
+            there are at least so many; 0: all workers end if one fails. The step of a failure is
+            dropped on all, and gradients are the mean over the others. With fewer workers training
+            waits for the timeout of `wingbeat.init`, and ends then. Needs a fixed plan.
 
     Raises:
         UsageError: a value is out of range.
@@ -310,7 +330,7 @@ def DeAR(
     return Strategy(
         plan=made,
         compression=compression,
-        exchange=_along(topology),
+        exchange=_members(topology, min_replicas),
         schedule=parts.Decoupled(),
         update=parts.Sharded() if shard_optimizer else "",
     )

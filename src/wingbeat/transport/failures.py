@@ -115,10 +115,10 @@ os.register_at_fork(after_in_child=_close_copies)
 
 def is_running(address: ProcessAddress) -> bool:
     """Whether the process is still running. A process on an unreachable host counts as exited."""
-    return _probe(address, _PROBES) is not False
+    return probe(address, _PROBES) is not False
 
 
-def _probe(address: ProcessAddress, attempts: int) -> bool | None:
+def probe(address: ProcessAddress, attempts: int) -> bool | None:
     """Whether the process answers; None if it is stopped or too busy.
 
     Only a refused connection or another process's token is conclusive; other failures may be
@@ -162,7 +162,7 @@ def is_alive(store: Store, rank: int) -> bool:
     """Whether the process of ``rank`` is running and answers. A stopped process does not."""
     text = read_value(store, f"here/{rank}")
     try:
-        return text is not None and bool(_probe(ProcessAddress.from_text(text), 1))
+        return text is not None and bool(probe(ProcessAddress.from_text(text), 1))
     except ValueError:
         return False
 

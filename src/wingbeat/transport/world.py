@@ -135,6 +135,9 @@ class World:
         serial: number of channels opened before this one, by which a restarted worker finds its
             channel.
         parent: the world in which this channel was opened.
+        make_channel: opens a second group of the same members in place of a channel of a group.
+        explains: whether the error of a failed collective names the rank that caused it, for which
+            others are waited for.
     """
 
     rank: int
@@ -162,6 +165,8 @@ class World:
     host_service: Callable[[ServiceConfig, AtomicStore], Service] | None = None
     encrypted: bool | None = None
     dscp: int = 0
+    make_channel: Callable[[], World] | None = None
+    explains: bool = True
     _prefix: str = ""
     _nccl_groups: dict[int | None, NcclGroup] = field(init=False, default_factory=dict)
     _exchanges: int = field(init=False, default=0)
@@ -294,6 +299,8 @@ class World:
         A `UsageError` if all channels are in use, or this is the world of a group. A
         `RendezvousError` as in `exchange`.
         """
+        if self.make_channel is not None:
+            return self.make_channel()
         if self.group is not None:
             raise UsageError(f"{self.group} has no channels: open another group instead")
         if len(self._channels) > MAX_CHANNELS // 2:
