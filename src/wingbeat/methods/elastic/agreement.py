@@ -161,10 +161,13 @@ class Agreement:
         if missing:
             self._complete_since = None
             return Wait(tuple(missing))
+        found = [conditions.get(rank, Condition.UNKNOWN) for rank in present]
+        if Condition.UNKNOWN in found:
+            return Wait()  # a probe ends within seconds
         candidates = {
             rank: report
             for rank, report in present.items()
-            if self._may_join(rank, report, conditions.get(rank, Condition.UNKNOWN))
+            if self._may_join(rank, report, conditions[rank])
         }
         return self._propose(now, candidates)
 

@@ -319,6 +319,7 @@ class Recovery:
                 error = again
                 continue
             break
+        engine.steps_made.asked = False  # all members have agreed since
         self._log(decision, time.monotonic() - begun)
 
     def _log(self, decision: Decision, seconds: float) -> None:
