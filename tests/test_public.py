@@ -21,6 +21,7 @@ PUBLIC = [
         "no_sync",
         "release",
         "shutdown",
+        "steps_made",
         "synchronize",
     ),
 ]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from wingbeat.engine.api import join as join
     from wingbeat.engine.api import no_sync as no_sync
     from wingbeat.engine.api import release as release
+    from wingbeat.engine.api import steps_made as steps_made
     from wingbeat.engine.api import synchronize as synchronize
     from wingbeat.strategies import ADPSGD as ADPSGD
     from wingbeat.strategies import BML as BML
@@ -60,7 +61,15 @@ _HOME = {
     **dict.fromkeys(_STRATEGIES, "wingbeat.strategies"),
     **dict.fromkeys(("LowRank", "Sketch", "TopK"), "wingbeat.compression"),
     **dict.fromkeys(
-        ("clip_grad_norm_", "distribute", "join", "no_sync", "release", "synchronize"),
+        (
+            "clip_grad_norm_",
+            "distribute",
+            "join",
+            "no_sync",
+            "release",
+            "steps_made",
+            "synchronize",
+        ),
         "wingbeat.engine.api",
     ),
     **dict.fromkeys(("init", "shutdown"), "wingbeat.transport"),
@@ -92,6 +101,7 @@ __all__ = [
     "no_sync",
     "release",
     "shutdown",
+    "steps_made",
     "synchronize",
 ]
 __version__ = "0.1.0"

@@ -247,6 +247,16 @@ def synchronize(model: torch.nn.Module) -> None:
     _engine_of(model, "synchronize").level()
 
 
+def steps_made(model: torch.nn.Module) -> int:
+    """Return the number of calls of ``optimizer.step()`` since `distribute`.
+
+    Steps that all workers have dropped after a failure (``min_replicas=``) count. A process that
+    has rejoined the job counts from the number of the worker whose state it has copied, under
+    `Canary` from 0. A loop over steps begins there.
+    """
+    return _engine_of(model, "steps_made").update.steps
+
+
 def _engine_of(model: Any, what: str) -> Engine:
     engine = engine_of(model) if isinstance(model, torch.nn.Module) else None
     if engine is None:

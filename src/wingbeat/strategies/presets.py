@@ -229,7 +229,7 @@ def AllReduce(
     )
 
 
-@variant(AllReduce, topology="bcube")
+@variant(AllReduce, {"min_replicas": 0}, topology="bcube")
 def BML(**options: Any) -> None:
     """BML: all-reduces over all interfaces of a BCube at once (Wang et al., NeurIPS 2018).
 

@@ -73,11 +73,10 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     fault = Fault(*options["fault"], model)
     wingbeat.distribute(model, optimizer, parse(row))
     engine: Any = engine_of(model)
-    progress = engine.recovery.progress
     stop = folder / "stop"
     with (folder / f"log-{world.rank}-{life}").open("w", buffering=1) as out:
         while True:
-            step = progress.steps
+            step = wingbeat.steps_made(model)
             if stop.exists() and step >= int(stop.read_text()):
                 break
             fault.begin(step)
@@ -90,7 +89,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             members = list(engine.world.ranks)
             optimizer.step()
             line = {"step": step, "applied": not engine.dropped, "members": members}
-            line |= {"at": time.time(), "loss": float(loss), "returned": world.returned}
+            line |= {"at": time.time(), "loss": float(loss.detach()), "returned": world.returned}
             if row.startswith("allreduce"):
                 line["weights"] = digest(model)
             print(json.dumps(line), file=out)
@@ -98,7 +97,12 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         wingbeat.synchronize(model)
         values = [param.detach().flatten().tolist() for param in model.parameters()]
         buffers = [buffer.flatten().tolist() for buffer in model.buffers()]
-        end = {"end": digest(model), "step": progress.steps, "values": values, "buffers": buffers}
+        end = {
+            "end": digest(model),
+            "step": wingbeat.steps_made(model),
+            "values": values,
+            "buffers": buffers,
+        }
         print(json.dumps(end), file=out)
     wingbeat.shutdown()
 

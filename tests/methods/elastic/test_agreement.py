@@ -367,34 +367,38 @@ class Simulation:
             process.in_step = False
 
 
+def disturb(job: Simulation) -> None:
+    """A process makes a step of its program, or fails, stops, or is started again."""
+    drawn = job.drawn
+    live = [each for each in job.live() if not each.stopped]
+    needed = job.with_weights()
+    rank = drawn.randrange(job.size)
+    spared = len(needed) < 2 and job.processes[rank] in needed
+    event = drawn.randrange(30)
+    if event < 2 and spared:
+        return
+    if event == 0:
+        job.crash(rank)
+    elif event < 3:
+        job.processes[rank].stopped = event == 1
+    elif event < 5:
+        job.restart(rank)
+    elif live:
+        (job.admit if event == 5 else job.advance)(drawn.choice(live))
+
+
 def run(size: int, seed: int, ticks: int) -> Simulation:
     """Run random faults, and then long enough without for all to train."""
     job = Simulation(size, seed)
-    drawn = job.drawn
     for _ in range(ticks):
         job.now += 0.2
-        live = [each for each in job.live() if not each.stopped]
-        having = job.with_weights()
-        rank = drawn.randrange(size)
-        match drawn.randrange(30):
-            case 0 if len(having) > 1 or job.processes[rank] not in having:
-                job.crash(rank)
-            case 1 if len(having) > 1 and job.processes[rank].doing is not Doing.ENDED:
-                job.processes[rank].stopped = True
-            case 2:
-                job.processes[rank].stopped = False
-            case 3 | 4:
-                job.restart(rank)
-            case 5 if live:
-                job.admit(drawn.choice(live))
-            case _ if live:
-                job.advance(drawn.choice(live))
+        disturb(job)
     for rank, each in job.processes.items():
         each.stopped = False
         job.restart(rank)
     for _ in range(250):
         job.now += 0.2
-        for each in drawn.sample(job.live(), len(job.live())):
+        for each in job.drawn.sample(job.live(), len(job.live())):
             job.admit(each)
             job.advance(each)
     return job

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +20,10 @@ import elastic_script
 import pytest
 import torch
 
+from helpers.code_blocks import blocks_of
 from wingbeat.transport.replica_jobs import serve_store
 
+PAGE = Path(__file__).parents[3] / "docs/how-to/checkpoints.md"
 SCRIPT = Path(elastic_script.__file__)
 PATIENCE_S = 150.0
 NEVER = (-1, "")
@@ -111,7 +115,7 @@ class Job:
 
     def longest_pause(self, rank: int) -> float:
         times = [line["at"] for line in self.lines(rank) if "at" in line]
-        return max(b - a for a, b in zip(times, times[1:], strict=False))
+        return max(b - a for a, b in itertools.pairwise(times))
 
 
 @pytest.fixture
@@ -181,7 +185,7 @@ def test_replicas_that_are_killed_anywhere_in_a_step_are_left_out_and_return(
     make: Callable[..., Job], row: str, optimizer: str
 ) -> None:
     drawn = random.Random(f"{row} {optimizer}")
-    job = make(3, f"{row},mb=0.03", optimizer=optimizer)
+    job = make(3, f"{row},mb=0.03", optimizer=optimizer, pace=0.1)
     victims = drawn.sample(range(3), 3)
     places = drawn.sample(elastic_script.PLACES, 3)
     for rank in range(3):
@@ -248,6 +252,62 @@ def test_a_replica_that_was_stopped_copies_the_weights_and_trains_again(
     assert len({str(end["buffers"]) for end in ends.values()}) == 1
     assert "the others continued without this process" in job.errors(1)
     assert agreeing(job) <= 4
+
+
+UNTIL_STOPPED = """
+def until_stopped(first):
+    import pathlib, time
+    stop = pathlib.Path(__file__).parent / "stop"
+    while not (stop.exists() and first >= int(stop.read_text())):
+        print(f"step {first} rate {schedule.get_last_lr()[0]!r}", flush=True)
+        yield first
+        first += 1
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_script_of_the_page_continues_with_the_schedule_after_a_return(tmp_path: Path) -> None:
+    (code,) = [block.code for block in blocks_of(PAGE) if block.code.startswith("# exact.py")]
+    code = code.replace("range(first, 400)", "until_stopped(first)")
+    script, store = tmp_path / "exact.py", serve_store(0)
+    head, loop, tail = code.partition("for step in")
+    script.write_text(head + UNTIL_STOPPED + loop + tail)
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        env = os.environ | {"WINGBEAT_REPLICA": str(rank), "WINGBEAT_REPLICAS": "2"}
+        env |= {"WINGBEAT_STORE": f"127.0.0.1:{store.port}", "WINGBEAT_TOP": "off"}
+        words = [sys.executable, str(script)]
+        return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+
+    running = [start(rank) for rank in range(2)]
+    try:
+        assert running[1].stdout is not None
+        for line in running[1].stdout:
+            if line.startswith("step 20 "):
+                break
+        running[1].kill()
+        running[1].wait()
+        running[1] = start(1)
+        assert running[1].stdout is not None
+        begun = running[1].stdout.readline()
+        step = int(begun.split()[1])
+        (tmp_path / "stop").write_text(str(step + 30))
+        texts = [process.communicate(timeout=PATIENCE_S)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in running] == [0, 0]
+    rates = [dict(re.findall(r"step (\d+) rate (\S+)", text)) for text in texts]
+    assert step > 20
+    both = rates[0].keys() & rates[1].keys()
+    assert len(both) > 20
+    assert all(rates[0][each] == rates[1][each] for each in both)
+    assert begun.split()[3] == rates[0][str(step)]
+    sums = [text.splitlines()[-1].partition(": ")[2] for text in texts]
+    assert sums[0] == sums[1]
 
 
 @pytest.mark.slow

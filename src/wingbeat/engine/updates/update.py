@@ -102,6 +102,14 @@ class Update:
         return None
 
     @property
+    def steps(self) -> int:
+        """The number of calls of ``optimizer.step()``, also of the others before this one joined.
+
+        Under bounded staleness only this process's own.
+        """
+        return self._training.steps.count
+
+    @property
     def shapes(self) -> Mapping[str, torch.Size] | None:
         """The shapes of the tensors in `averages`, by parameter name; None without any."""
         return None

@@ -259,9 +259,9 @@ class Recovery:
 
     def attach(self, engine: Engine) -> None:
         """Recover this engine; copy the weights if this process has returned."""
-        self._engine, update = weakref.ref(engine), engine.update
-        if isinstance(update, DeferredUpdate):
-            update.on_update = lambda numbers: self.progress.update(numbers, len(engine.buckets))
+        self._engine = weakref.ref(engine)
+        if isinstance(engine.update, DeferredUpdate):
+            engine.update.on_update = self._updated
         decision = _joined.pop(self._collectives.world)
         if self._members.epoch == 0:
             return
@@ -273,6 +273,11 @@ class Recovery:
             self._copy(engine, decision)
         except PeerError as error:
             self.recover(error, in_step=False)
+
+    def _updated(self, numbers: set[int]) -> None:
+        engine = self._engine()
+        assert engine is not None, "its update has called this"
+        self.progress.update(numbers, len(engine.buckets))
 
     @property
     def wanted(self) -> bool:
@@ -300,8 +305,10 @@ class Recovery:
         while True:
             if error is not None:
                 self._collectives.abandon()
-            self._drop_operations(engine)
-            self._epochs.leave()
+                engine.buffer_sync.abandon()
+            self._epochs.leave()  # without an error, what others still read is sent first
+            if error is not None:
+                self._drop_operations(engine)
             member = self.progress.state >= 0
             epoch, decision = self._members.agree(
                 self.progress.report(self._members.life, member=member)
@@ -333,7 +340,7 @@ class Recovery:
         )
 
     def _drop_operations(self, engine: Engine) -> None:
-        """Forget what is outstanding; drop due updates, which a failed operation has prevented."""
+        """Drop what is outstanding, and due updates, which a failed operation has prevented."""
         update = engine.update
         if isinstance(update, DeferredUpdate) and update.drop():
             self.progress.begin()
@@ -445,5 +452,5 @@ def _load(engine: Engine, payload: bytearray) -> None:
         snapshot.load_into(engine.optimizer)
         # A process that has returned continues with the same learning rate.
         for group, options in zip(groups, given, strict=True):
-            names = [key for key in group if key != "params"]
-            group.update({key: decode(options[key], _CPU) for key in names if key in options})
+            found = {str(key): decode(value, _CPU) for key, value in dict(options).items()}
+            group.update({key: value for key, value in found.items() if key != "params"})
