@@ -93,7 +93,7 @@ class Recovery(Protocol):
 
     @property
     def wanted(self) -> bool:
-        """Whether this worker knows of a process that wants to join."""
+        """Whether this worker knows of a process that asks to join."""
 
     def attach(self, engine: Any) -> None:
         """Recover this engine; copy the weights if this process was started again."""

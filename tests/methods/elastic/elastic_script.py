@@ -86,12 +86,18 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             loss.backward()
             time.sleep(pace)
             fault.reach("after backward")
-            members = list(engine.world.ranks)
+            world_before = engine.world
             optimizer.step()
-            line = {"step": step, "applied": not engine.dropped, "members": members}
+            line = {
+                "step": step,
+                "applied": not engine.dropped,
+                "members": list(world_before.ranks),
+            }
             line |= {"at": time.time(), "loss": float(loss.detach()), "returned": world.returned}
             if row.startswith("allreduce"):
                 line["weights"] = digest(model)
+            # Others may have been admitted, or this process again, with other weights.
+            line["same_members"] = engine.world is world_before
             print(json.dumps(line), file=out)
             fault.reach("between")
         wingbeat.synchronize(model)

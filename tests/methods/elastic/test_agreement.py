@@ -36,17 +36,17 @@ def polled(
     conditions: dict[int, Condition],
     *,
     former: dict[int, str] | None = None,
-    lives: dict[int, str] | None = None,
+    tokens: dict[int, str] | None = None,
     at: float = 0.0,
 ) -> object:
     machine = Agreement(former or {0: "a", 1: "b", 2: "c"}, LIMITS, 0.0)
-    present = lives or {0: "a", 1: "b", 2: "c"}
+    present = tokens or {0: "a", 1: "b", 2: "c"}
     machine.poll(0.0, reports, present, conditions)
     return machine.poll(at, reports, present, conditions)
 
 
-def report(life: str, resume: int = 5, state: int = 5) -> Report:
-    return Report(life, resume, state)
+def report(token: str, resume: int = 5, state: int = 5) -> Report:
+    return Report(token, resume, state)
 
 
 def test_a_live_member_without_a_report_is_waited_for() -> None:
@@ -67,18 +67,18 @@ def test_a_member_that_has_ended_or_is_silent_or_blocked_is_left_out(
 
 def test_a_member_that_responds_again_is_waited_for_as_long_as_before() -> None:
     machine = Agreement({0: "a", 1: "b"}, LIMITS, 0.0)
-    reports, lives = {0: report("a")}, {0: "a", 1: "b"}
+    reports, tokens = {0: report("a")}, {0: "a", 1: "b"}
     for now, condition in ((0.0, SILENT), (4.0, ALIVE), (4.5, SILENT), (9.0, SILENT)):
-        assert machine.poll(now, reports, lives, {0: ALIVE, 1: condition}) == Wait((1,))
+        assert machine.poll(now, reports, tokens, {0: ALIVE, 1: condition}) == Wait((1,))
 
 
 def test_a_member_whose_rank_has_another_process_is_left_out_until_that_one_reports() -> None:
-    lives = {0: "a", 1: "b", 2: "new"}
+    tokens = {0: "a", 1: "b", 2: "new"}
     reports = {0: report("a"), 1: report("b")}
-    found = polled(reports, dict.fromkeys(range(3), ALIVE), lives=lives)
+    found = polled(reports, dict.fromkeys(range(3), ALIVE), tokens=tokens)
     assert found == Propose(Decision(((0, "a"), (1, "b")), 5, 0))
     reports[2] = Report("new", 0, -1)
-    found = polled(reports, dict.fromkeys(range(3), ALIVE), lives=lives)
+    found = polled(reports, dict.fromkeys(range(3), ALIVE), tokens=tokens)
     assert found == Propose(Decision(((0, "a"), (1, "b"), (2, "new")), 5, 0, (2,)))
 
 
@@ -90,8 +90,8 @@ def test_the_report_of_a_process_that_has_ended_counts_for_nothing() -> None:
 
 def test_a_process_that_was_not_probed_yet_is_neither_admitted_nor_left_out() -> None:
     reports = {0: report("a"), 1: report("b"), 2: report("c"), 3: Report("d", 0, -1)}
-    lives = {0: "a", 1: "b", 2: "c", 3: "d"}
-    assert polled(reports, dict.fromkeys(range(3), ALIVE), lives=lives) == Wait()
+    tokens = {0: "a", 1: "b", 2: "c", 3: "d"}
+    assert polled(reports, dict.fromkeys(range(3), ALIVE), tokens=tokens) == Wait()
 
 
 def test_too_few_members_wait_for_others_and_then_fail() -> None:
@@ -106,7 +106,7 @@ def test_too_few_members_wait_for_others_and_then_fail() -> None:
 
 def test_without_a_member_that_has_weights_nothing_can_continue() -> None:
     reports = {0: Report("n", 0, -1), 1: Report("m", 0, -1)}
-    found = polled(reports, {0: ALIVE, 1: ALIVE, 2: GONE}, lives={0: "n", 1: "m", 2: "c"})
+    found = polled(reports, {0: ALIVE, 1: ALIVE, 2: GONE}, tokens={0: "n", 1: "m", 2: "c"})
     assert found == Fail("no replica is left that has the weights")
 
 
@@ -159,7 +159,7 @@ class Process:
     """A process of one rank."""
 
     rank: int
-    life: str
+    token: str
     progress: Progress
     doing: Doing = Doing.COMPUTE
     weights: Weights = ()
@@ -185,8 +185,8 @@ class Simulation:
     def __init__(self, size: int, seed: int) -> None:
         self.drawn, self.now, self.size = random.Random(seed), 0.0, size
         self.store, self.started = Store(), size
-        self.processes = {r: Process(r, f"life{r}", Progress()) for r in range(size)}
-        first = Decision(tuple((r, f"life{r}") for r in range(size)), 0, 0)
+        self.processes = {r: Process(r, f"token{r}", Progress()) for r in range(size)}
+        first = Decision(tuple((r, f"token{r}") for r in range(size)), 0, 0)
         self.decisions = {0: first}
         for each in self.processes.values():
             each.decision = first
@@ -206,7 +206,7 @@ class Simulation:
         if self.processes[rank].doing is not Doing.ENDED:
             return
         self.started += 1
-        new = Process(rank, f"life{self.started}", Progress(0, -1), Doing.AGREE, member=False)
+        new = Process(rank, f"token{self.started}", Progress(0, -1), Doing.AGREE, member=False)
         new.epoch = max(self.store.decisions, default=0)
         new.decision = self.store.decisions.get(new.epoch, self.decisions[0])
         self.processes[rank] = new
@@ -219,7 +219,7 @@ class Simulation:
         """Those of which one has to stay: the running members of the newest epoch."""
         newest = self.store.decisions.get(max(self.store.decisions, default=0), self.decisions[0])
         running = [each for each in self.live() if not each.stopped and each.progress.state >= 0]
-        return [each for each in running if newest.lives.get(each.rank) == each.life]
+        return [each for each in running if newest.tokens.get(each.rank) == each.token]
 
     # -- what a process does
 
@@ -249,11 +249,11 @@ class Simulation:
     def _outcome(self, process: Process, what: str) -> bool | None:
         """Whether an operation of all members is complete, has failed, or neither."""
         assert process.decision is not None
-        members = set(process.decision.lives)
+        members = set(process.decision.tokens)
         whole = self.begun.get(self._key(process, what), set()) == members
         ended = bool(self.closed.get(process.epoch, set()) & members) or any(
-            self.processes[rank].life != life or self.processes[rank].doing is Doing.ENDED
-            for rank, life in process.decision.members
+            self.processes[rank].token != token or self.processes[rank].doing is Doing.ENDED
+            for rank, token in process.decision.members
         )
         if whole and ended:  # what is on the way may arrive or not
             return self.drawn.random() < 0.5
@@ -265,7 +265,7 @@ class Simulation:
             self._time_out(process)
         elif outcome:
             assert process.decision is not None
-            ranks = tuple(sorted(process.decision.lives))
+            ranks = tuple(sorted(process.decision.tokens))
             step = process.progress.steps
             process.weights += ((step, ranks),)
             process.progress.step()
@@ -278,7 +278,7 @@ class Simulation:
     def _time_out(self, process: Process) -> None:
         """A wait for a stopped process ends some time."""
         assert process.decision is not None
-        awaited = set(process.decision.lives) - self.begun[self._key(process, "sum")]
+        awaited = set(process.decision.tokens) - self.begun[self._key(process, "sum")]
         if any(self.processes[rank].stopped for rank in awaited) and self.drawn.random() < 0.2:
             self._fail(process)
 
@@ -295,15 +295,15 @@ class Simulation:
         epoch, store = process.epoch + 1, self.store
         assert process.decision is not None
         if process.agreement is None:
-            process.agreement = Agreement(process.decision.lives, self._limits(process), self.now)
-            said = process.progress.report(process.life, member=process.member)
+            process.agreement = Agreement(process.decision.tokens, self._limits(process), self.now)
+            said = process.progress.report(process.token, member=process.member)
             store.reports.setdefault(epoch, {})[process.rank] = said
         decision = store.decisions.get(epoch)
         if decision is None:
             reports = store.reports[epoch]
-            lives = {rank: each.life for rank, each in self.processes.items()}
-            conditions = {rank: self._condition(rank) for rank in lives}
-            command = process.agreement.poll(self.now, reports, lives, conditions)
+            tokens = {rank: each.token for rank, each in self.processes.items()}
+            conditions = {rank: self._condition(rank) for rank in tokens}
+            command = process.agreement.poll(self.now, reports, tokens, conditions)
             if isinstance(command, Propose) and process.member:
                 decision = store.decisions.setdefault(epoch, command.decision)
             elif isinstance(command, Fail):
@@ -328,7 +328,7 @@ class Simulation:
 
     def _decided(self, process: Process, epoch: int, decision: Decision) -> None:
         process.epoch, process.decision, process.agreement = epoch, decision, None
-        if decision.lives.get(process.rank) != process.life:
+        if decision.tokens.get(process.rank) != process.token:
             process.member = False
             process.progress.state = -1
             return

@@ -327,6 +327,7 @@ class StepCounter:
     numbers.
 
     Attributes:
+        admits: whether processes may join; otherwise no count is negative.
         asks: whether this worker asks all others to let a process join.
         asked: whether any worker has asked, which all detect in the same backward.
     """
@@ -335,7 +336,7 @@ class StepCounter:
         """``ranks``: of all workers in the job, by which errors name them; empty: the same."""
         self.count = 0
         self.diverged = False
-        self.asks = self.asked = False
+        self.admits = self.asks = self.asked = False
         self.move(rank, ranks)
 
     def move(self, rank: int, ranks: Sequence[int]) -> None:
@@ -344,7 +345,7 @@ class StepCounter:
 
     def check(self, counts: Sequence[float]) -> None:
         """Compare counts by rank, 0 without batches; raise a `PeerError` for one out of range."""
-        if min(counts) < 0:
+        if self.admits and min(counts) < 0:
             self.asked, counts = True, [abs(count) for count in counts]
         if len({count for count in counts if count}) <= 1:
             return

@@ -22,21 +22,21 @@ MAX_STEPS = 1 << 48
 
 Steps = Annotated[int, Range(0, MAX_STEPS)]
 Rank = Annotated[int, Range(0, "workers")]
-Life = Annotated[str, Text(64)]
+Token = Annotated[str, Text(64)]
 
 
 class Report(NamedTuple):
     """What a process publishes after the end of an epoch.
 
     Attributes:
-        life: text that no other process has.
+        token: text that no other process has.
         resume: the first step whose gradients it can exchange.
         state: number of the steps up to the last one that its weights contain; -1 if it has to copy
             them.
         updated: the buckets that contain an update of one further step, which has failed.
     """
 
-    life: Life
+    token: Token
     resume: Steps
     state: Annotated[int, Range(-1, MAX_STEPS)]
     updated: Annotated[tuple[Annotated[int, Range()], ...], Length(most=1 << 16)] = ()
@@ -51,21 +51,21 @@ class Decision(NamedTuple):
     """The members of an epoch.
 
     Attributes:
-        members: rank and life of each, by rank.
+        members: rank and token of each, by rank.
         resume: the first step that they exchange; all drop the steps before that they have not
             made.
         source: rank of the member whose weights and optimizer state count.
         copies: ranks of the members that copy them.
     """
 
-    members: Annotated[tuple[tuple[Rank, Life], ...], Length(most=1 << 16, least=1)]
+    members: Annotated[tuple[tuple[Rank, Token], ...], Length(most=1 << 16, least=1)]
     resume: Steps
     source: Rank
     copies: Annotated[tuple[Rank, ...], Length(most=1 << 16)] = ()
 
     @property
-    def lives(self) -> dict[int, str]:
-        """The life of each member by rank."""
+    def tokens(self) -> dict[int, str]:
+        """The token of each member by rank."""
         return dict(self.members)
 
 
@@ -123,7 +123,7 @@ class Agreement:
     """Decides when this process proposes which members of the next epoch.
 
     Args:
-        former: rank and life of the members of the last epoch.
+        former: rank and token of the members of the last epoch.
         limits: of time and members.
         now: a time in seconds.
     """
@@ -137,25 +137,25 @@ class Agreement:
         self,
         now: float,
         reports: Mapping[int, Report],
-        lives: Mapping[int, str],
+        tokens: Mapping[int, str],
         conditions: Mapping[int, Condition],
     ) -> Command:
         """Return what to do, given the reports so far.
 
-        ``lives`` and ``conditions`` have those of the present process of each rank that is a former
-        member or has reported.
+        ``tokens`` and ``conditions`` have those of the present process of each rank that is a
+        former member or has reported.
         """
         for rank, condition in conditions.items():
             if condition is Condition.SILENT:
                 self._silent_since.setdefault(rank, now)
             else:
                 self._silent_since.pop(rank, None)
-        present = {r: each for r, each in sorted(reports.items()) if each.life == lives.get(r)}
+        present = {r: each for r, each in sorted(reports.items()) if each.token == tokens.get(r)}
         missing = [
             rank
-            for rank, life in sorted(self._former.items())
+            for rank, token in sorted(self._former.items())
             if rank not in present
-            and lives.get(rank) == life
+            and tokens.get(rank) == token
             and not self._lost(rank, conditions.get(rank, Condition.UNKNOWN), now)
         ]
         if missing:
@@ -179,7 +179,7 @@ class Agreement:
 
     def _may_join(self, rank: int, report: Report, condition: Condition) -> bool:
         # A member has reported in this epoch; the report of another process may be old.
-        member = self._former.get(rank) == report.life
+        member = self._former.get(rank) == report.token
         return condition is Condition.ALIVE or (member and condition is not Condition.GONE)
 
     def _propose(self, now: float, candidates: Mapping[int, Report]) -> Command:
@@ -209,7 +209,7 @@ def decide(reports: Mapping[int, Report]) -> Decision:
     source = max(sorted(reports), key=lambda rank: reports[rank].progress)
     best = reports[source]
     return Decision(
-        members=tuple((rank, reports[rank].life) for rank in sorted(reports)),
+        members=tuple((rank, reports[rank].token) for rank in sorted(reports)),
         resume=max(report.resume for report in reports.values()),
         source=source,
         copies=tuple(
@@ -261,12 +261,12 @@ class Progress:
         self.begun = False
         self.updated.clear()
 
-    def report(self, life: str, *, member: bool = True) -> Report:
+    def report(self, token: str, *, member: bool = True) -> Report:
         """Return what to publish; a process that is no ``member`` has to copy all."""
         if not member:
-            return Report(life, 0, -1)
+            return Report(token, 0, -1)
         resume = max(self._resume, self.steps + self.begun)
-        return Report(life, resume, self.state, tuple(sorted(self.updated)))
+        return Report(token, resume, self.state, tuple(sorted(self.updated)))
 
     def enter(self, decision: Decision, *, member: bool, in_step: bool) -> None:
         """Enter the epoch of a decision; ``member``: whether it was one of the epoch before.

@@ -81,7 +81,7 @@ class _Epochs:
     def enter(self, epoch: int, decision: Decision) -> World:
         """Return the world of an epoch's members."""
         self.members.enter(epoch, decision)
-        ranks = sorted(decision.lives)
+        ranks = sorted(decision.tokens)
         inner = self._open_group(ranks, _GROUPS * epoch)
         inner.make_channel = lambda: self._open_group(ranks, _GROUPS * epoch + 1)
         return inner
@@ -104,7 +104,12 @@ _epochs: weakref.WeakKeyDictionary[World, _Epochs] = weakref.WeakKeyDictionary()
 
 
 def open_world(part: Elastic, world: World) -> World:
-    """Return the group of the present members; a process that was restarted waits for it."""
+    """Return the group of the present members; a process that was restarted waits for it.
+
+    Raises:
+        UsageError: this job cannot continue without a replica.
+        RendezvousError: no member admits this process.
+    """
     if part.min_replicas > world.size:
         raise UsageError(
             f"min_replicas={part.min_replicas}: this job has {world.size} workers; allowed are 1 "
@@ -260,6 +265,7 @@ class Recovery:
     def attach(self, engine: Engine) -> None:
         """Recover this engine; copy the weights if this process has returned."""
         self._engine = weakref.ref(engine)
+        engine.steps_made.admits = True
         if isinstance(engine.update, DeferredUpdate):
             engine.update.on_update = self._updated
         decision = _joined.pop(self._collectives.world)
@@ -281,7 +287,7 @@ class Recovery:
 
     @property
     def wanted(self) -> bool:
-        """Whether this process knows of another one that wants to join."""
+        """Whether this process knows of another one that asks to join."""
         return self._members.wanted
 
     def close(self) -> None:
@@ -311,7 +317,7 @@ class Recovery:
                 self._drop_operations(engine)
             member = self.progress.state >= 0
             epoch, decision = self._members.agree(
-                self.progress.report(self._members.life, member=member)
+                self.progress.report(self._members.token, member=member)
             )
             member &= epoch == self._members.epoch + 1
             self.progress.enter(decision, member=member, in_step=in_step)
@@ -330,7 +336,7 @@ class Recovery:
         self._log(decision, time.monotonic() - begun)
 
     def _log(self, decision: Decision, seconds: float) -> None:
-        whole, ranks = self._epochs.world, sorted(decision.lives)
+        whole, ranks = self._epochs.world, sorted(decision.tokens)
         copied = f"; rank {decision.source} gave its weights to " if decision.copies else ""
         copied += ", ".join(map(str, decision.copies))
         log.warning(

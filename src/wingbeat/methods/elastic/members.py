@@ -37,7 +37,7 @@ _PROBES = 2
 """Attempts to connect to a process that does not refuse."""
 
 _LOOK_S = 0.25
-"""Seconds between two looks for processes that want to join."""
+"""Seconds between two checks for processes that ask to join."""
 
 _SILENT_S = 2.0
 """Seconds for a process to answer a probe, after a wait for it has failed."""
@@ -55,23 +55,23 @@ class Members:
 
     Attributes:
         epoch: number of the present epoch, from 0.
-        lives: rank and life of its members.
-        wanted: whether another process wants to join.
+        tokens: rank and token of its members.
+        wanted: whether another process asks to join.
     """
 
     def __init__(self, world: World, min_replicas: int) -> None:
         assert isinstance(world.store, AtomicStore), "all but a service's can claim keys"
         self._store, self._rank, self._size = world.store, world.rank, world.size
         self._timeout, self._min_replicas = world.timeout, min_replicas
-        self.life = self._life_of(self._rank)
+        self.token = self._token_of(self._rank)
         self.epoch = 0
-        self.lives: dict[int, str] = {}
+        self.tokens: dict[int, str] = {}
         self.wanted = False
         self._closed = threading.Event()
         self._looking: threading.Thread | None = None
 
-    def _life_of(self, rank: int) -> str:
-        """Return the life of the present process of a rank; empty if there is none."""
+    def _token_of(self, rank: int) -> str:
+        """Return the token of the present process of a rank; empty if there is none."""
         address = self._address_of(rank)
         return "" if address is None else address.token
 
@@ -85,26 +85,26 @@ class Members:
 
     def begin(self) -> Decision:
         """Return the first epoch, in which all processes are members."""
-        members = tuple((rank, self._life_of(rank)) for rank in range(self._size))
+        members = tuple((rank, self._token_of(rank)) for rank in range(self._size))
         return Decision(members, 0, 0)
 
     def enter(self, epoch: int, decision: Decision) -> None:
         """Make ``decision`` the present epoch."""
-        self.epoch, self.lives = epoch, decision.lives
+        self.epoch, self.tokens = epoch, decision.tokens
         self.wanted = False
-        if len(self.lives) < self._size and self._looking is None:
+        if len(self.tokens) < self._size and self._looking is None:
             self._looking = threading.Thread(
                 target=self._look, name="wingbeat-returns", daemon=True
             )
             self._looking.start()
 
     def close(self) -> None:
-        """Stop looking for processes that want to join."""
+        """Stop checking for processes that ask to join."""
         self._closed.set()
 
     def _look(self) -> None:
         while not self._closed.wait(_LOOK_S):
-            if len(self.lives) < self._size and not self.wanted:
+            if len(self.tokens) < self._size and not self.wanted:
                 epoch = self.epoch
                 with contextlib.suppress(RuntimeError, TimeoutError):  # a store that is away
                     found = self._store.has(f"{_ROOM}/wanted/{epoch + 1}")
@@ -116,31 +116,31 @@ class Members:
         ``report`` is this process's. A `PeerError` if training cannot continue; it names the
         members that are missed.
         """
-        epoch, former = self.epoch + 1, self.lives
+        epoch, former = self.epoch + 1, self.tokens
         while True:
             decision = self._decision(epoch, former, report)
-            if decision.lives.get(self._rank) == self.life:
+            if decision.tokens.get(self._rank) == self.token:
                 return epoch, decision
-            if former.get(self._rank) == self.life:
+            if former.get(self._rank) == self.token:
                 log.warning(
                     "rank %d: the others continued without this process, which did not respond: it "
                     "joins again, and copies their weights",
                     self._rank,
                 )
-            epoch, former, report = epoch + 1, decision.lives, Report(self.life, 0, -1)
+            epoch, former, report = epoch + 1, decision.tokens, Report(self.token, 0, -1)
 
     def join(self) -> tuple[int, Decision]:
         """Return the epoch that admits this process, which was started again, and its number.
 
         A `RendezvousError` if no member admits it in time.
         """
-        epoch, former = 0, self.begin().lives
+        epoch, former = 0, self.begin().tokens
         former.pop(self._rank)
         while (found := self._read_decision(epoch + 1)) is not None:
-            epoch, former = epoch + 1, found.lives
-        self.epoch, self.lives = epoch, former
+            epoch, former = epoch + 1, found.tokens
+        self.epoch, self.tokens = epoch, former
         try:
-            return self.agree(Report(self.life, 0, -1))
+            return self.agree(Report(self.token, 0, -1))
         except PeerError as error:
             raise RendezvousError(str(error)) from None
 
@@ -149,7 +149,7 @@ class Members:
     def _decision(self, epoch: int, former: Mapping[int, str], report: Report) -> Decision:
         """Return the decision of an epoch, after this process has published its report."""
         self._store.set(f"{_ROOM}/report/{epoch}/{self._rank}", json.dumps(report))
-        member = former.get(self._rank) == self.life
+        member = former.get(self._rank) == self.token
         if not member:
             self._store.set(f"{_ROOM}/wanted/{epoch}", "1")
         agreement = Agreement(former, self._limits(member=member), time.monotonic())
@@ -166,7 +166,7 @@ class Members:
                 if now - read_at > _STORE_S:
                     raise TimeoutError(f"the store has not answered for {_STORE_S:g} s")
                 probes.follow({r: self._address_of(r) for r in {*former, *reports}})
-                command = agreement.poll(now, reports, probes.lives, probes.conditions)
+                command = agreement.poll(now, reports, probes.tokens, probes.conditions)
                 match command:
                     case Propose(decision) if member:
                         self._store.claim(f"{_ROOM}/decision/{epoch}", json.dumps(decision))
@@ -186,7 +186,7 @@ class Members:
             probes.close()
 
     def _limits(self, *, member: bool) -> Limits:
-        """Return the limits; a process that wants to join decides nothing by time."""
+        """Return the limits; a process that asks to join decides nothing by time."""
         return Limits(
             silent_s=min(_SILENT_S, self._timeout) if member else math.inf,
             blocked_s=MAX_WAIT_FACTOR * self._timeout if member else math.inf,
@@ -246,9 +246,9 @@ class _Probes:
                 self._of[rank] = _Probe(address, own=rank == self._rank)
 
     @property
-    def lives(self) -> dict[int, str]:
-        """The life of the present process of each rank; empty if there is none."""
-        return {rank: each.life for rank, each in self._of.items()}
+    def tokens(self) -> dict[int, str]:
+        """The token of the present process of each rank; empty if there is none."""
+        return {rank: each.token for rank, each in self._of.items()}
 
     @property
     def conditions(self) -> dict[int, Condition]:
@@ -269,7 +269,7 @@ class _Probe:
 
     def __init__(self, address: ProcessAddress | None, *, own: bool) -> None:
         self.address, self.found = address, Condition.ALIVE if own else Condition.UNKNOWN
-        self.life = "" if address is None else address.token
+        self.token = "" if address is None else address.token
         self._closed = threading.Event()
         if address is None:
             self.found = Condition.GONE

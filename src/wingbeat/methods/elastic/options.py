@@ -53,7 +53,7 @@ class Elastic(Settings, ExchangePart):
         return True
 
     def check(self, strategy: Strategy) -> None:
-        """As `ExchangePart.check`."""
+        """Raise a `UsageError` for a plan, codec or update that a returned replica cannot join."""
         topologies.get(self.topology).check(strategy)
         plan = strategy.plan
         reason = ""
