@@ -340,9 +340,9 @@ class Recovery:
         copied = f"; rank {decision.source} gave its weights to " if decision.copies else ""
         copied += ", ".join(map(str, decision.copies))
         log.warning(
-            "rank %d: continues with %d of %d workers (ranks %s) from step %d on, after %.2f s%s",
-            *(whole.rank, len(ranks), whole.size, ", ".join(map(str, ranks))),
-            *(decision.resume, seconds, copied),
+            "%s: continues with %s of %s workers (ranks %s) from step %s on, after %s%s",
+            *(f"rank {whole.rank}", len(ranks), whole.size, ", ".join(map(str, ranks))),
+            *(decision.resume, f"{seconds:.2f} s", copied),
         )
 
     def _drop_operations(self, engine: Engine) -> None:
