@@ -404,7 +404,7 @@ def run(size: int, seed: int, ticks: int) -> Simulation:
     return job
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(st.integers(2, 5), st.integers(0, 1 << 32), st.integers(0, 300))
 def test_after_random_crashes_stops_and_returns_all_have_equal_weights_and_train(
     size: int, seed: int, ticks: int
