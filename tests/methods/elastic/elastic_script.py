@@ -97,7 +97,8 @@ def main(folder: Path, options: dict[str, Any]) -> None:
             if row.startswith("allreduce"):
                 line["weights"] = digest(model)
             # Others may have been admitted, or this process again, with other weights.
-            line["same_members"] = engine.world is world_before
+            same = engine.world is world_before and wingbeat.steps_made(model) == step + 1
+            line["same_members"] = same
             print(json.dumps(line), file=out)
             fault.reach("between")
         wingbeat.synchronize(model)
