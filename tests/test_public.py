@@ -15,6 +15,7 @@ PUBLIC = [
     *("LocalSGD", "LowRank", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy", "TopK"),
     *(
         "clip_grad_norm_",
+        "count_tokens",
         "distribute",
         "init",
         "join",

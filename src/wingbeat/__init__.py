@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from wingbeat.compression import Sketch as Sketch
     from wingbeat.compression import TopK as TopK
     from wingbeat.engine.api import clip_grad_norm_ as clip_grad_norm_
+    from wingbeat.engine.api import count_tokens as count_tokens
     from wingbeat.engine.api import distribute as distribute
     from wingbeat.engine.api import join as join
     from wingbeat.engine.api import no_sync as no_sync
@@ -63,6 +64,7 @@ _HOME = {
     **dict.fromkeys(
         (
             "clip_grad_norm_",
+            "count_tokens",
             "distribute",
             "join",
             "no_sync",
@@ -95,6 +97,7 @@ __all__ = [
     "Strategy",
     "TopK",
     "clip_grad_norm_",
+    "count_tokens",
     "distribute",
     "init",
     "join",

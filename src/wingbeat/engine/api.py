@@ -257,6 +257,18 @@ def steps_made(model: torch.nn.Module) -> int:
     return _engine_of(model, "steps_made").update.steps
 
 
+def count_tokens(model: torch.nn.Module, tokens: int) -> None:
+    """Count tokens, or samples, that this worker has processed, which weight it in averages.
+
+    For ``DiLoCo(weights="tokens")`` and ``"decoupled"``: call it before each ``optimizer.step()``
+    with the number of this rank's batch. The ranks of a replica are summed.
+
+    Raises:
+        UsageError: ``tokens`` is no whole number from 0 on, or the strategy weights no tokens.
+    """
+    _engine_of(model, "count_tokens").update.count_tokens(tokens)
+
+
 def _engine_of(model: Any, what: str) -> Engine:
     engine = engine_of(model) if isinstance(model, torch.nn.Module) else None
     if engine is None:

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from wingbeat.codecs.feedback import check_tensors
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.engine.updates.stepper import State
-from wingbeat.engine.updates.update import SHARED, START, VELOCITY
+from wingbeat.engine.updates.update import LOADED
 from wingbeat.errors import UsageError
 from wingbeat.types import Span
 
@@ -288,8 +287,6 @@ SAVED = "saved"
 
 AVERAGES_FORMAT = "wingbeat averages, version 1"
 
-_WHERE = "load_state_dict(): averages"
-
 
 def export_extra(engine: Engine) -> dict[str, Any]:
     """Return copies of the extra state; empty if there is none."""
@@ -315,13 +312,10 @@ def check_extra(engine: Engine, state: Any) -> None:
     steps = averages.get("steps")
     if averages.get("format") != AVERAGES_FORMAT or type(steps) is not int or steps < 0:
         raise UsageError(
-            f"{_WHERE}: not made by state_dict() of this kind; expected {AVERAGES_FORMAT!r} with a "
+            f"{LOADED}: not made by state_dict() of this kind; expected {AVERAGES_FORMAT!r} with a "
             "number of steps"
         )
-    if update.shapes is not None:
-        for kind in _kinds(averages):
-            _check_names(kind, averages[kind], update.shapes)
-            check_tensors(averages[kind], update.shapes, f"{_WHERE}: {kind!r}")
+    update.check_averages(averages)
 
 
 def load_extra(engine: Engine, state: Any) -> None:
@@ -334,9 +328,7 @@ def load_extra(engine: Engine, state: Any) -> None:
         engine.compression.load_parts(parts)
     update = engine.update
     if update.averaging:
-        averages = _averages(state) or {}
-        tensors = {kind: averages[kind] for kind in _kinds(averages)}
-        update.resume(averages.get("steps", 0), tensors)
+        update.resume(_averages(state) or {})
 
 
 def _log_missing(engine: Engine, state: Any) -> None:
@@ -371,25 +363,5 @@ def _parts(state: Any) -> Any:
 def _averages(state: Any) -> dict[str, Any] | None:
     averages = state.get(AVERAGES) if isinstance(state, dict) else None
     if averages is not None and not isinstance(averages, dict):
-        raise UsageError(f"{_WHERE}: {type(averages).__name__}; expected a dict: save it again")
+        raise UsageError(f"{LOADED}: {type(averages).__name__}; expected a dict: save it again")
     return averages
-
-
-def _kinds(averages: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of tensors in the state; empty without an outer optimizer."""
-    found = [kind for kind in (SHARED, VELOCITY, START) if kind in averages]
-    if found and not {SHARED, VELOCITY} <= set(found):
-        raise UsageError(
-            f"{_WHERE}: {found[0]!r} without {SHARED!r} and {VELOCITY!r}; save it again"
-        )
-    return found
-
-
-def _check_names(kind: str, values: Any, shapes: Mapping[str, torch.Size]) -> None:
-    if not isinstance(values, dict) or values.keys() != shapes.keys():
-        others = sorted(set(values) ^ set(shapes), key=str) if isinstance(values, dict) else []
-        raise UsageError(
-            f"{_WHERE}: {kind!r} is not of the trained parameters of this model"
-            f"{f' ({others[0]!r} is in one of them only)' if others else ''}; load a state of the "
-            "same model"
-        )

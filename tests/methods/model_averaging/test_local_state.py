@@ -57,7 +57,7 @@ def test_a_worker_that_copies_state_makes_the_outer_step_under_way(
         update = engine(model).update
         if world.rank == 0:
             begin = update._averager.begin
-            update._averager.begin = lambda part: (begin(part), under_way.set())
+            update._averager.begin = lambda *given: (begin(*given), under_way.set())
             train(model, optimizer, range(3, 4))
         else:
             with torch.no_grad():

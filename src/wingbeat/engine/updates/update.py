@@ -71,9 +71,13 @@ class Training:
     refresh: Callable[[list[torch.Tensor]], None]
 
 
-SHARED, VELOCITY, START = "shared", "velocity", "start"
-"""Kinds of an outer optimizer's tensors in a checkpoint: the shared model, its momentum buffer, and
-the model from which inner steps start, if parameters are narrower than the shared model."""
+SHARED, VELOCITY, START, UNMERGED = "shared", "velocity", "start", "unmerged"
+"""Entries of a checkpoint under an outer optimizer: the shared model, its momentum buffer, the
+model from which inner steps start, if parameters are narrower than the shared model; and, with
+weights, of each fragment the tokens and steps since its last merge."""
+
+LOADED = "load_state_dict(): averages"
+"""Where errors of such a checkpoint are."""
 
 
 class Update:
@@ -109,13 +113,18 @@ class Update:
         """
         return self._training.steps.count
 
-    @property
-    def shapes(self) -> Mapping[str, torch.Size] | None:
-        """The shapes of the tensors in `averages`, by parameter name; None without any."""
-        return None
+    def check_averages(self, averages: Mapping[str, Any]) -> None:
+        """Raise a `UsageError` unless `resume` can continue from a checkpoint's `averages`."""
 
-    def resume(self, steps: int, tensors: Mapping[str, Any]) -> None:
-        """Continue after ``steps`` steps with tensors of `averages`, which may be empty."""
+    def resume(self, averages: Mapping[str, Any]) -> None:
+        """Continue from the result of `averages`, which was checked; anew if it is empty."""
+
+    def count_tokens(self, tokens: int) -> None:  # noqa: ARG002
+        """Count tokens that this worker has processed; a `UsageError` if nothing is weighted."""
+        raise UsageError(
+            "count_tokens(): the strategy weights workers by no tokens; leave the call out, or use "
+            'DiLoCo(weights="tokens")'
+        )
 
     @property
     def differs(self) -> bool:

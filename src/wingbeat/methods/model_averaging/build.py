@@ -20,6 +20,7 @@ from wingbeat.compression import Coded, options_of
 from wingbeat.engine.context import BuildContext
 from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.gradients.compression import Compression
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.gradients.views import ShownGradients
 from wingbeat.engine.hooks import WeakCall
 from wingbeat.engine.runtime import Runtime
@@ -37,10 +38,10 @@ from wingbeat.methods.model_averaging.options import (
     Pairs,
     PartnersPart,
 )
-from wingbeat.methods.model_averaging.outer import OuterUpdate, num_copies
+from wingbeat.methods.model_averaging.outer import ChosenOptimizer, Nesterov, OuterUpdate
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
-from wingbeat.methods.model_averaging.rules import rules_of
-from wingbeat.observe.log import log_event
+from wingbeat.methods.model_averaging.rules import Unmerged, rules_of
+from wingbeat.observe.log import log, log_event
 from wingbeat.planning import plans
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.world import World
@@ -70,7 +71,7 @@ def build_runtime(partners: PartnersPart, context: BuildContext) -> Runtime:
     """Return the runtime of a model that is averaged."""
     training, strategy = context.training, context.strategy
     bucketing, world = training.bucketing, context.world
-    local = cast(Local, strategy.schedule)
+    steps = cast(Local, strategy.schedule)
     outer = strategy.update_part if isinstance(strategy.update_part, Outer) else None
     _check(context, partners)
     fragments = _fragments(training, bucketing.fusion)
@@ -79,7 +80,9 @@ def build_runtime(partners: PartnersPart, context: BuildContext) -> Runtime:
     state = _averaged_state(training, slots) if averages_state else None
     frozen = _floating([param for _, param in bucketing.frozen])
     buffers = context.buffers  # the model lives longer than the context, which holds the engine
-    model = _flat_model(fragments, outer, lambda: _floating(buffers()), state, frozen)
+    chosen = _chosen_optimizer(fragments, outer, [*_floating(buffers()), *frozen])
+    model = _flat_model(fragments, outer, chosen, lambda: _floating(buffers()), state, frozen)
+    _check_alike(training, chosen)
     # Rounded models need error feedback, because most steps are smaller than the rounding error.
     # Pairs and outer optimizers round differences.
     rounds_models = outer is None and partners.averages_models
@@ -87,14 +90,17 @@ def build_runtime(partners: PartnersPart, context: BuildContext) -> Runtime:
         strategy.wire, slots, context.compression, len(model.trained), rounds_models=rounds_models
     )
     averager = partners.build_averager(world, model, compressed)
-    schedule = schedules.Local(local.every, local.delay, len(fragments))
+    schedule = schedules.Local(steps.every, steps.delay, len(fragments))
     update: LocalUpdate
     if outer is None:
         update = LocalUpdate(training, model, averager, schedule)
     else:
+        weighted = outer.weights != "equal"
         update = OuterUpdate(
             training, model, averager, schedule, [slot.name for slot in slots],
-            lr=outer.lr, momentum=outer.momentum, shared=partners.everyone,
+            chosen or Nesterov(model, outer.lr, outer.momentum), shared=partners.everyone,
+            alpha=outer.alpha,
+            unmerged=Unmerged(len(fragments), outer.weights) if weighted else None,
         )  # fmt: skip
     if partners.waits:
         _in_groups[world.parent or world] = weakref.ref(update)
@@ -133,14 +139,22 @@ _in_groups: Any = weakref.WeakKeyDictionary()
 
 
 def _copy_state(world: World, session: GroupSession, state: LiveState, *, join: bool) -> None:
-    if session.must_fetch:
+    if not session.must_fetch:
+        return
+    late = join and not session.client.stale  # no other worker has these steps
+    if late:
+        log.info(
+            "an average was made without this worker, which took too long: it copies the shared "
+            "model, and its steps are merged in the next average"
+        )
+    else:
         log_event(
             "excluded",
             f"{world.me}: groups continued without this worker, which took too long: it copies a "
             "peer's model",
             rank=world.ranks[world.rank],
         )
-        state.put(session.fetch_state(join=join))
+    state.put(session.fetch_state(join=join), keep=late)
 
 
 def _close_with(update: LocalUpdate, averager: GroupAverager, world: World) -> None:
@@ -210,17 +224,53 @@ def _difference(description: Any, other: Any) -> str:
 def _flat_model(
     fragments: Sequence[Sequence[Slot]],
     outer: Outer | None,
+    chosen: ChosenOptimizer | None,
     buffers: Callable[[], list[torch.Tensor]],
     state: ElementState | None,
     frozen: Sequence[torch.Tensor],
 ) -> FlatModel:
     params = [[slot.param for slot in part] for part in fragments]
-    copies = 0
+    copies = extra = 0
     if outer is not None:
         each = [param for part in params for param in part]
         narrow = is_narrow(each, buffer_dtype([*each, *buffers(), *frozen]))
-        copies = num_copies(outer.momentum, narrow=narrow)
-    return FlatModel(params, buffers, copies, state, frozen)
+        kept = int(outer.momentum > 0) if chosen is None else chosen.copies
+        # The shared model, the outer optimizer's state, and the model that steps start from.
+        copies, extra = 1 + kept + narrow, 0 if chosen is None else chosen.extra
+    model = FlatModel(params, buffers, copies, state, frozen, extra)
+    if chosen is not None:
+        chosen.bind(model)
+    return model
+
+
+def _chosen_optimizer(
+    fragments: Sequence[Sequence[Slot]], outer: Outer | None, others: Sequence[torch.Tensor]
+) -> ChosenOptimizer | None:
+    """Return the user's outer optimizer, if there is one."""
+    if outer is None or outer.optimizer is None:
+        return None
+    params = [[slot.param for slot in part] for part in fragments]
+    dtype = buffer_dtype([*(param for part in params for param in part), *others])
+    sizes = [sum(local(param).numel() for param in part) for part in params]
+    return ChosenOptimizer(outer.optimizer, sizes, dtype)
+
+
+def _check_alike(training: Training, chosen: ChosenOptimizer | None) -> None:
+    """Raise a `MismatchError` if workers have other outer optimizers, which differ by no name."""
+    if chosen is None:
+        return
+    channel, own = training.collectives.world, chosen.describe()
+    world, what = channel.parent or channel, f"outer optimizer {channel.serial}"
+    if not world.returned:
+        world.publish(what, own)
+    for rank in range(world.size):
+        theirs = world.read(what, rank)
+        if theirs != own:
+            raise MismatchError(
+                f"rank {world.ranks[rank]}'s outer optimizer is {theirs!r:.200}, "
+                f"rank {world.ranks[world.rank]}'s {own!r:.200}: DiLoCo(outer_optimizer=...) must "
+                "make equal optimizers on all ranks"
+            )
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -259,7 +309,14 @@ def group_averager(
 ) -> GroupAverager:
     """Make the averager of groups."""
     static = groups.policy == "static"
-    rules = None if static else rules_of(groups.policy, groups.size, groups.threshold)
+    rules = None
+    if not static:
+        grace = 0.0 if groups.quorum is None else groups.grace
+        rules = rules_of(groups.policy, groups.size, groups.threshold, groups.quorum, grace)
+    if groups.quorum is not None and groups.quorum > world.size:
+        raise UsageError(
+            f"quorum={groups.quorum}: there are {world.size} workers; allowed are 1 to {world.size}"
+        )
     # Groups are opened in the world of all workers.
     session = GroupSession(
         world.parent or world, model.flat, rules, compression=compression, seed=groups.seed,

@@ -232,7 +232,7 @@ class StaticClient:
         fallback: None; there is no generator that could be lost.
         lost_peers: the workers that this worker knows to be lost or to have left.
         silent: those of them that were silent while all others synchronized.
-        excluded, must_fetch, copies_state: False; see `Client`.
+        excluded, must_fetch, stale, copies_state: False; see `Client`.
         on_lost: called with each worker that is lost.
         watch: called while it waits; may raise.
     """
@@ -260,7 +260,7 @@ class StaticClient:
         self.fallback: str | None = None
         self.lost_peers = set(lost)
         self.silent: set[int] = set()
-        self.excluded = self.must_fetch = self.copies_state = False
+        self.excluded = self.must_fetch = self.stale = self.copies_state = False
         self.watch: Callable[[], None] = lambda: None
         self.on_lost: Callable[[int], None] = lambda _: None
 
@@ -656,12 +656,12 @@ class Client:
         PeerError if no peer is active or has sent the state in time, or the generator is lost.
         """
         self._joins, self.excluded, self.stale, self._missed = join, False, False, False
-        lost, deadline = -1, time.monotonic() + self._timeout
+        lost = -1
         self._fetching = True
         try:
             while True:
                 self._connection.send(FetchState(lost, join))
-                sender, connection = self._await_sender(deadline)
+                sender, connection = self._await_sender()
                 state = receive(sender, connection, functools.partial(self._is_active, sender))
                 if state is not None:
                     with contextlib.suppress(GeneratorLost):
@@ -676,9 +676,15 @@ class Client:
         finally:
             self._fetching = False
 
-    def _await_sender(self, deadline: float) -> tuple[int, int]:
+    def _await_sender(self) -> tuple[int, int]:
+        wait = WaitLog(self._me, "the end of its step, to copy a state", time.monotonic)
+        deadline = wait.begun + self._timeout
         while True:
             message = self._connection.receive(deadline)
+            if isinstance(message, Keepalive) and message.awaited >= 0:
+                # It computes, and can send its state only after its step.
+                wait.check(self._name(message.awaited), self._timeout)
+                deadline = time.monotonic() + self._timeout
             if not isinstance(message, SendState) or message.receiver != self._worker:
                 self._handle_between_steps(message)
             elif message.sender == message.receiver:
@@ -796,7 +802,10 @@ class Client:
         wait = WaitLog(self._me, what, time.monotonic)
         deadline = wait.begun + self._timeout
         while self._member.waiting:
-            message = self._connection.receive(deadline)
+            try:
+                message = self._connection.receive(deadline)
+            except PeerError as error:
+                raise (self._below_quorum() or error) from None
             # The others may have long steps, so each message extends the deadline.
             deadline = time.monotonic() + self._timeout
             if isinstance(message, Keepalive) and message.awaited >= 0:
@@ -805,6 +814,19 @@ class Client:
                 self._handle(message, reducer)
             except ProtocolError as error:
                 raise violation(self._me, error) from None
+
+    def _below_quorum(self) -> PeerError | None:
+        """Return the error of a wait for a quorum that too few workers are alive for."""
+        quorum, active = self._rules.quorum, self._layout.workers - len(self._inactive)
+        if self._synchronizes or quorum is None or active >= quorum:
+            return None
+        names = "; ".join(
+            f"{self._name(w)} {_REASONS[reason]}" for w, reason in sorted(self._inactive.items())
+        )
+        return PeerError(
+            f"{self._me}: {active} of the quorum of {quorum} workers came within "
+            f"{self._timeout:g} s: {names}; start them again, or choose a smaller quorum"
+        )
 
     def _run(self, message: RunMessage, reducer: Reducer) -> None:
         run, lost = message.run, None

@@ -164,12 +164,16 @@ class GroupService(Actor):
         self._steps, self._first_s = Deadlines(least, first=first), first
         self._connections = connections or ConnectionCache(workers)
         self._workers = [_Worker() for _ in range(workers)]
+        self._fetches: dict[int, FetchState] = {}  # that no worker can serve yet
         self._kept_alive_at = clock()
         for worker in range(workers):
             self._steps.start(worker, self._kept_alive_at)
 
     def work(self) -> None:
-        """Connect to restarted workers, and end once no worker needs this process."""
+        """Connect to restarted workers, let no quorum wait, and end once no worker needs this."""
+        self._serve_fetches()
+        for worker in self._generator.take_late(self.clock()):
+            self._start(self._remove(worker))
         fallback = False
         if self._membership is not None:
             for change in self._membership.take_changes():
@@ -178,6 +182,11 @@ class GroupService(Actor):
             # If this process was suspended, workers may have continued without it.
             fallback = self._membership.log.view[-1] % 2 == 1
         self.closing |= fallback or all(w.gone or w.silent for w in self._workers)
+
+    def idle_s(self) -> float:
+        """Return the seconds until the grace of a quorum ends, if that is sooner."""
+        due = self._generator.due
+        return self.check_s if due is None else min(self.check_s, max(0.0, due - self.clock()))
 
     def leave(self) -> None:
         """Remove rank 0 if it has exited; otherwise each of the others would have to detect it."""
@@ -212,9 +221,8 @@ class GroupService(Actor):
                 # Otherwise the group already runs without that member.
                 together = self._generator.run_together(worker, *message)
                 return self._remove(member) if together else []
-            case FetchState(lost, join):
-                self._handle_fetch(worker, now, join=join)
-                self._find_sender(worker, lost)
+            case FetchState():
+                self._fetches[worker] = message
                 return []
             case Fetched():
                 state = self._workers[worker]
@@ -242,6 +250,7 @@ class GroupService(Actor):
         self._add(worker)
         if not synchronize:
             self._steps.arrived(worker, now)
+            self._serve_fetches(worker)  # before its group, which may run at once
             return generator.request(worker)
         self._steps.stop(worker)
         state.synchronizing = True
@@ -255,6 +264,24 @@ class GroupService(Actor):
 
     def _others(self, worker: int) -> list[int]:
         return [w for w in range(len(self._workers)) if w != worker and w in self._generator]
+
+    def _serve_fetches(self, asking: int | None = None) -> None:
+        """Let others send the states that workers have requested.
+
+        One that joins needs a sender that waits for its group, or is ``asking`` for it: the others
+        have nothing to send before, and the group must not run without the new member.
+        """
+        for worker, fetch in list(self._fetches.items()):
+            others = [each for each in self._others(worker) if not self._workers[each].fetching]
+            if fetch.join and others and not any(self._can_send(each, asking) for each in others):
+                continue
+            del self._fetches[worker]
+            self._handle_fetch(worker, self.clock(), join=fetch.join)
+            self._find_sender(worker, fetch.lost, asking)
+
+    def _can_send(self, worker: int, asking: int | None) -> bool:
+        waits = self._generator.is_waiting(worker) and not self._generator.unfinished(worker)
+        return waits or worker == asking
 
     def _handle_fetch(self, worker: int, now: float, *, join: bool) -> None:
         self._workers[worker].fetching = self._workers[worker].behind = True
@@ -306,15 +333,15 @@ class GroupService(Actor):
                     due += self._remove(member)
                     break  # The others run the next epoch.
 
-    def _find_sender(self, receiver: int, lost: int) -> None:
+    def _find_sender(self, receiver: int, lost: int, asking: int | None) -> None:
         """Let an active worker send its state to ``receiver``; ``lost`` only without any other.
 
         A worker that copies a state itself has none to send.
         """
 
         def rank(worker: int) -> tuple[bool, ...]:
-            waits = self._generator.is_waiting(worker)
-            return worker == lost, self._workers[worker].behind, not waits
+            ready = self._can_send(worker, asking)
+            return worker == lost, self._workers[worker].behind, not ready
 
         others = [each for each in self._others(receiver) if not self._workers[each].fetching]
         for sender in sorted(others, key=rank):
@@ -359,11 +386,13 @@ class GroupService(Actor):
         if worker in generator or (gone and generator.is_late(worker)):
             state.behind, state.fetching, state.synchronizing = True, False, False
             self._connections.close_all(worker)
+            self._fetches.pop(worker, None)
             for other in range(len(self._workers)):
                 self._send_removed(other, worker)
         if gone:
             self._steps.forget(worker)
-            return generator.remove(worker)
+            self._fetches.pop(worker, None)
+            return generator.remove(worker, left=self._reason(worker) is Reason.LEFT)
         self._steps.stop(worker)
         return generator.mark_late(worker)
 
@@ -423,6 +452,9 @@ class GroupService(Actor):
             waits = worker in self._generator and self._generator.is_waiting(worker)
             if waits and (awaited := self._generator.waiting_for(worker)):
                 self._send(worker, Keepalive(awaited[0]))
+        for worker in self._fetches:
+            if others := self._others(worker):
+                self._send(worker, Keepalive(others[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
