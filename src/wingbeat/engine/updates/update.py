@@ -117,7 +117,7 @@ class Update:
         """Raise a `UsageError` unless `resume` can continue from a checkpoint's `averages`."""
 
     def resume(self, averages: Mapping[str, Any]) -> None:
-        """Continue from the result of `averages`, which was checked; anew if it is empty."""
+        """Continue from the result of `averages`, which was checked; from step 0 if empty."""
 
     def count_tokens(self, tokens: int) -> None:  # noqa: ARG002
         """Count tokens that this worker has processed; a `UsageError` if nothing is weighted."""

@@ -40,7 +40,7 @@ from wingbeat.methods.model_averaging.options import (
 )
 from wingbeat.methods.model_averaging.outer import ChosenOptimizer, Nesterov, OuterUpdate
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
-from wingbeat.methods.model_averaging.rules import Unmerged, rules_of
+from wingbeat.methods.model_averaging.rules import Unmerged
 from wingbeat.observe.log import log, log_event
 from wingbeat.planning import plans
 from wingbeat.schedules.events import Operation
@@ -143,7 +143,7 @@ def _copy_state(world: World, session: GroupSession, state: LiveState, *, join: 
         return
     late = join and not session.client.stale  # no other worker has these steps
     if late:
-        log.info(
+        log.debug(
             "an average was made without this worker, which took too long: it copies the shared "
             "model, and its steps are merged in the next average"
         )
@@ -308,18 +308,13 @@ def group_averager(
     groups: Groups, world: World, model: FlatModel, compression: ModelCompression
 ) -> GroupAverager:
     """Make the averager of groups."""
-    static = groups.policy == "static"
-    rules = None
-    if not static:
-        grace = 0.0 if groups.quorum is None else groups.grace
-        rules = rules_of(groups.policy, groups.size, groups.threshold, groups.quorum, grace)
     if groups.quorum is not None and groups.quorum > world.size:
         raise UsageError(
             f"quorum={groups.quorum}: there are {world.size} workers; allowed are 1 to {world.size}"
         )
     # Groups are opened in the world of all workers.
     session = GroupSession(
-        world.parent or world, model.flat, rules, compression=compression, seed=groups.seed,
+        world.parent or world, model.flat, groups.rules, compression=compression, seed=groups.seed,
         encrypted=groups.encrypted,
     )  # fmt: skip
     return GroupAverager(session, model.flat, world)

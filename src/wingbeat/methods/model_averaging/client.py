@@ -590,6 +590,7 @@ class Client:
         self._synchronizes = self._joins = False
         self._requests = self._waiting_since = 0
         self._inactive: dict[int, Reason] = {}
+        self._told_late: set[int] = set()
         self._missed = False  # whether others have synchronized without this worker
         self._fetching = False
         self._unserved: list[SendState] = []  # requests that arrived while it had no state to send
@@ -732,7 +733,9 @@ class Client:
         before, self._inactive[worker] = self._inactive.get(worker), reason
         if reason != Reason.LATE and before in (None, Reason.LATE):
             self.on_lost(worker)
-        elif reason == Reason.LATE and before is None:
+        elif reason == Reason.LATE and before is None and worker not in self._told_late:
+            if self._rules.quorum is not None:  # a slow worker may be late in each round
+                self._told_late.add(worker)
             _log.info(
                 "%s: %s took too long for a step, or for an average: groups continue "
                 "without it until its next step; wingbeat.synchronize() waits for it",

@@ -88,7 +88,7 @@ class Generator:
         self._answer: list[_Group | None] = [None] * layout.workers
         self._synchronizing: dict[int, None] = {}  # disjoint from the pool
         self._late: set[int] = set()  # disjoint from both
-        self._left: set[int] = set()  # do not come back
+        self._left: set[int] = set()  # never return
         self._copying: set[int] = set()  # are active, and have no state yet
         self._workers = layout.workers
         self._next_number = 0

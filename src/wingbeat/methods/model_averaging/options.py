@@ -14,6 +14,8 @@ from wingbeat.methods.model_averaging.rules import (
     POLICIES,
     THRESHOLD,
     WEIGHTS,
+    Rules,
+    rules_of,
 )
 from wingbeat.parts.schedule import SchedulePart
 from wingbeat.parts.update import UpdatePart
@@ -186,6 +188,14 @@ class Groups(PartnersPart):
     def everyone(self) -> bool:
         """Whether all workers average together, so that all share one model."""
         return self.policy == "all"
+
+    @property
+    def rules(self) -> Rules | None:
+        """The generator's rules; None for the static schedule, which has no generator."""
+        if self.policy == "static":
+            return None
+        grace = 0.0 if self.quorum is None else self.grace
+        return rules_of(self.policy, self.size, self.threshold, self.quorum, grace)
 
     @property
     def waits(self) -> bool:

@@ -334,7 +334,7 @@ class OuterUpdate(LocalUpdate):
         _check_counts(averages, self._outer.numbers() if given else {})
 
     def resume(self, averages: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, or anew if there is no shared model in it."""
+        """Continue from a checkpoint, or from the first step if it has no shared model."""
         super().resume(averages)
         self._given = self._known = SHARED in averages
         for kind, flat in self._kinds().items():
@@ -424,15 +424,15 @@ class OuterUpdate(LocalUpdate):
         if self._unmerged is None:
             return None
         tokens, steps = self._unmerged.offer(first, last)
+        if self._world.replica is not None:
+            counted = torch.tensor([float(tokens)], dtype=torch.float64)
+            tokens = int(self._world.replica.sum(counted))
         if steps and not tokens:
             raise UsageError(
                 f"{self._world.me} has made {steps} steps since its last merge and counted no "
                 "tokens, by which DiLoCo(weights=...) weights it: call wingbeat.count_tokens("
                 "model, number) in each step, or leave weights out"
             )
-        if self._world.replica is not None:
-            counted = torch.tensor([float(tokens)], dtype=torch.float64)
-            tokens = int(self._world.replica.sum(counted))
         return self._unmerged.weight(tokens, steps)
 
     # -- averages -----------------------------------------------------------------------------

@@ -605,7 +605,7 @@ class Unmerged:
         self._offered = {}
 
     def reset(self) -> None:
-        """Forget all: the model is another worker's now."""
+        """Drop all counts: the model is another worker's now."""
         self.counted, self._offered = [(0, 0)] * len(self.counted), {}
 
     def load(self, counted: Sequence[Sequence[int]]) -> None:
