@@ -152,6 +152,7 @@ def refuses_to_load(model: Any, optimizer: Any, states: Any, folder: Path) -> No
     [
         "ripples:encrypted=false",
         "diloco:every=3,encrypted=false",
+        "diloco:every=3,quorum=3,grace=0.2,encrypted=false",  # rounds wait until it is back
         "localsgd:every=2,compression=topk@0.5,encrypted=false",
     ],
 )
@@ -206,6 +207,7 @@ def test_a_restarted_worker_refuses_to_load_older_state(strategy: str, tmp_path:
     [
         "diloco:every=2,encrypted=false",
         "diloco:every=4,fragments=2,delay=1,encrypted=false",
+        "diloco:every=2,quorum=2,grace=0.1,alpha=0.5,delay=1,encrypted=false",
         "localsgd:every=2,compression=topk@0.5,encrypted=false",
     ],
 )
