@@ -38,6 +38,7 @@ from wingbeat.transport import (
     graceful_shutdown,
     launchers,
     replica_jobs,
+    restarts,
     tcp,
 )
 from wingbeat.transport import interfaces as nic
@@ -317,7 +318,7 @@ def _init_torch_job(
     met_by_torch = dist.is_initialized()
     rank, size, store = _rendezvous(timeout)
     _start_logging(rank)
-    place = _next_place()
+    place = _next_place(store, rank, size, timeout, key)
     store = dist.PrefixStore(f"wingbeat/{place}", store)
     own = _own_connection(store, size)
     first = TorchStore(own, None if key is None else Authenticator(key, place))
@@ -360,13 +361,18 @@ def _start_logging(rank: int) -> None:
         log.warning("%s", text)
 
 
-def _next_place() -> str:
+def _next_place(store: dist.Store, rank: int, size: int, timeout: float, key: bytes | None) -> str:
     """Return a prefix that separates the keys of successive worlds in one process.
 
     It also separates those of a restart by torchrun, which reuses the store.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{attempt}/{next(_generation)}"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts.has_agents(os.environ):
+        prefix = "wingbeat/starts"
+        own = _own_connection(dist.PrefixStore(prefix, store), size)
+        signed = TorchStore(own, None if key is None else Authenticator(key, prefix))
+        start = restarts.agree_on_start(signed, rank, size, timeout)
+    return f"{start}/{next(_generation)}"
 
 
 def _init_replica(
@@ -379,7 +385,7 @@ def _init_replica(
 ) -> World:
     """Return the world of the ranks of all replicas, one of which is this torch job."""
     torch_rank, torch_size, torch_store = _rendezvous(timeout)
-    place = _next_place()
+    place = _next_place(torch_store, torch_rank, torch_size, timeout, key)
     torch_store = dist.PrefixStore(f"wingbeat/{place}", torch_store)
     rank, size = settings.number * torch_size + torch_rank, settings.replicas * torch_size
     _start_logging(rank)
