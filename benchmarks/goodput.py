@@ -7,7 +7,8 @@ follow from the seed. Each strategy trains twice: without a fault, and with the 
 Replicas of strategies that average, and of Canary, meet at `wingbeat store` on a host of its own,
 and a supervisor starts each again. Exact strategies are restarted as a whole, by a torchrun on
 each host, from a checkpoint. Rows ``torchft:ddp``, ``torchft:localsgd`` and ``torchft:diloco`` are
-torchft's, with its lighthouse in place of the store (pip install 'wingbeat[torchft]').
+torchft's, with its lighthouse in place of the store (pip install 'wingbeat[torchft]');
+``torchft:ddp-wrapper`` is its DistributedDataParallel in place of its Manager alone.
 
 Exit code 1 if a goal is missed: a goodput of 0.98 with averages, 0.95 under bounded staleness, and
 0.02 below what the checkpoint interval allows for exact strategies; all replicas have the same
@@ -54,8 +55,10 @@ ROWS = [
     "diloco:every=30", "localsgd:every=8", "ripples", "canary", "dear:plan=fixed", "allreduce",
     "torchft:diloco", "torchft:localsgd", "torchft:ddp",
 ]  # fmt: skip
-TORCHFT = {"diloco": 30, "localsgd": 8, "ddp": 1}
-"""Rows of torchft, with their steps between two averages."""
+TORCHFT = {"diloco": 30, "localsgd": 8, "ddp": 1, "ddp-wrapper": 1}
+"""Rows of torchft, with their steps between two averages. ``ddp`` averages gradients by its
+`Manager`; ``ddp-wrapper`` by its `DistributedDataParallel`, which raises an AssertionError on all
+replicas if an all-reduce times out (0.2.0)."""
 GOALS = {"averaging": 0.98, "staleness": 0.95}
 MARGIN = 0.02
 """Allowed difference of an exact strategy's goodput to its bound."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -188,6 +189,10 @@ def write(path: Path, text: str) -> None:
 # -- replicas ----------------------------------------------------------------------------------
 
 
+def nothing() -> None:
+    """Do nothing between two parts of a step."""
+
+
 class Replica:
     """What all strategies share: data, model, record and checkpoints.
 
@@ -228,8 +233,18 @@ class Replica:
         network = models.network(seed)
         return network, torch.optim.AdamW(network.parameters(), lr=1e-3)
 
-    def train(self, model: Any, optimizer: Any, batch: Any, middle: Callable[[], Any]) -> Any:
-        """Make one step, paced; return the result of ``middle``, called before backward."""
+    def train(
+        self,
+        model: Any,
+        optimizer: Any,
+        batch: Any,
+        middle: Callable[[], Any] = nothing,
+        after: Callable[[], None] = nothing,
+    ) -> Any:
+        """Make one step, paced; return the result of ``middle``, called before backward.
+
+        ``after`` is called after backward.
+        """
         import torch
 
         optimizer.zero_grad()
@@ -237,6 +252,7 @@ class Replica:
         loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
         result = middle()
         loss.backward()
+        after()
         optimizer.step()
         return result
 
@@ -321,7 +337,7 @@ def average(replica: Replica) -> None:
     before = steps_of(optimizer)
     for batch in replica.own_batches():
         averages = reducer.completed
-        replica.train(model, optimizer, batch, lambda: None)
+        replica.train(model, optimizer, batch)
         made = steps_of(optimizer)
         replica.write("step", made)
         if made != before + 1:  # it has copied the state of another one
@@ -384,7 +400,7 @@ def exact(replica: Replica) -> None:
     model, optimizer = wingbeat.distribute(model, optimizer, strategy)
     for step in itertools.count(first + 1):
         batch = replica.common_batch(step, world.rank)
-        replica.train(model, optimizer, batch, lambda: None)
+        replica.train(model, optimizer, batch)
         replica.write("step", step)
         if replica.due(step):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
@@ -409,7 +425,7 @@ def elastic(replica: Replica) -> None:
     step = steps_of(optimizer)
     while step != replica.stop:
         batch = replica.common_batch(step + 1, world.rank)
-        replica.train(model, optimizer, batch, lambda: None)
+        replica.train(model, optimizer, batch)
         made = steps_of(optimizer)
         if made > step:  # otherwise it was dropped on all replicas
             replica.write("step", made)
@@ -450,7 +466,7 @@ def torchft(replica: Replica) -> None:
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         min_replica_size=max(1, replica.settings["replicas"] // 2),
-        use_async_quorum=kind == "ddp",  # the others require it to be off
+        use_async_quorum=kind.startswith("ddp"),  # the others require it to be off
         timeout=seconds,
         connect_timeout=seconds,
         quorum_timeout=6 * seconds,
@@ -466,9 +482,12 @@ def torchft(replica: Replica) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(manager.shutdown, wait=False)
         wrapped: Any = model
-        optimizer: Any = inner
+        optimizer: Any = inner if kind in ("localsgd", "diloco") else Optimizer(manager, inner)
+        after: Callable[[], None] = nothing
         if kind == "ddp":
-            wrapped, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+            after = functools.partial(average_gradients, manager, model)
+        elif kind == "ddp-wrapper":
+            wrapped = DistributedDataParallel(manager, model)
         elif kind == "localsgd":
             stack.enter_context(LocalSGD(manager, model, inner, sync_every=every))
         else:
@@ -480,7 +499,7 @@ def torchft(replica: Replica) -> None:
             )
         for number, batch in enumerate(replica.own_batches(), start=1):
             syncs, healed = manager.current_step(), False
-            replica.train(wrapped, optimizer, batch, lambda: None)
+            replica.train(wrapped, optimizer, batch, after=after)
             committed = manager.current_step() > syncs
             made = every * manager.current_step() + number % every
             record_torchft(
@@ -494,12 +513,23 @@ def torchft(replica: Replica) -> None:
         replica.finish(model)
 
 
+def average_gradients(manager: Any, model: Any) -> None:
+    """Average all gradients at once by torchft, which keeps an error for its `should_commit`."""
+    import torch
+
+    grads = [param.grad for param in model.parameters()]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    manager.allreduce(flat).wait()
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
 def record_torchft(
     replica: Replica, made: int, *, healed: bool, committed: bool, averages: bool
 ) -> None:
     """Record a step of torchft; what it discards is lost."""
     kind = replica.settings["torchft"]
-    if kind != "ddp" or committed:
+    if committed or not kind.startswith("ddp"):
         replica.write("step", made)
     if healed:  # the weights are another replica's
         replica.write("lost")
