@@ -95,7 +95,10 @@ def environment(settings: dict[str, Any], host: int) -> dict[str, str]:
     here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": socket.gethostname(), "MASTER_PORT": "29500"}  # fmt: skip
     if settings["family"] == "exact":
-        return {k: v for k, v in env.items() if k not in here}  # torchrun sets them
+        # torchrun sets them. With a store that agents keep for all starts, the agent that replaces
+        # a killed one waits for an address that the others do not publish again (torch 2.15).
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        return {k: v for k, v in env.items() if k not in here}
     env |= here
     if settings["family"] == "torchft":
         return env | {"TORCHFT_LIGHTHOUSE": f"http://{settings['service']}:{PORT}"}
