@@ -190,6 +190,18 @@ def model_steps(records: Iterable[Iterable[Event]], until: float) -> int:
     return max(made, default=0)
 
 
+def differing_steps(first: str, second: str) -> list[int]:
+    """Return the steps after which weights differ within or between two runs of an exact strategy.
+
+    Each text has lines of a step and a digest; a step that was repeated has several.
+    """
+    found: dict[int, set[str]] = {}
+    for line in (first + second).splitlines():
+        step, _, digest = line.partition(" ")
+        found.setdefault(int(step), set()).add(digest)
+    return sorted(step for step, digests in found.items() if len(digests) > 1)
+
+
 # -- pauses ------------------------------------------------------------------------------------
 
 

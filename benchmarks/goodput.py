@@ -206,8 +206,15 @@ def measured(
     logs = args.json.with_suffix(args.json.suffix + ".logs")
     logs.mkdir(parents=True, exist_ok=True)
     name = row.replace("/", "_")
-    calm = Run(row, settings, [], args.minutes, logs / f"{name}.calm.log").run()
-    found = Run(row, settings, schedule, args.minutes, logs / f"{name}.faults.log").run()
+    runs = [
+        Run(row, settings, each, args.minutes, logs / f"{name}.{kind}.log")
+        for kind, each in (("calm", []), ("faults", schedule))
+    ]
+    calm, found = (each.run() for each in runs)
+    if differ := faults.differing_steps(*(each.digests for each in runs)):
+        found["wrong"].append(
+            f"other weights than without a fault after {len(differ)} steps, first {differ[0]}"
+        )
     seconds, step_s = 60 * args.minutes, calm["step_s"]
     found["goodput"] = found["useful"] / calm["useful"]
     found["model_goodput"] = found["model_steps"] / calm["model_steps"]
@@ -334,6 +341,7 @@ class Run:
         self._found: dict[str, Any] = {"missed_faults": [], "wrong": []}
         self._begin = time.monotonic()
         self._home = Path()
+        self.digests = ""  # of the weights after steps, of an exact strategy
 
     def run(self) -> dict[str, Any]:
         """Train; return the figures."""
@@ -543,6 +551,8 @@ class Run:
             found["wrong"].append(f"{len(results)} of {self._replicas} replicas have a result")
         if len(found["digests"]) > 1:
             found["wrong"].append(f"{len(found['digests'])} different weights in the end")
+        path = self._home / "digests"
+        self.digests = path.read_text() if path.exists() else ""
         found["wrong"] += self._left()
 
     def _useful(self, records: Sequence[Sequence[Event]], until: float) -> list[int]:

@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -294,18 +294,30 @@ class Replica:
         """Whether to save a checkpoint after a step."""
         return bool(step % self.settings["every"] == 0)
 
+    def write_digest(self, step: int, weights: dict[str, Any]) -> None:
+        """Record a digest of the weights after a step, to compare runs."""
+        line = f"{step} {digest_of(weights.values())}\n"
+        with (self.home / "digests").open("a") as file:
+            file.write(line)
+
     def finish(self, model: Any) -> None:
         """Record the end, the loss on held-out images and a digest of the weights."""
         import torch
 
         self.write("end")
-        digest = hashlib.sha256()
-        for param in model.parameters():
-            digest.update(param.detach().numpy().tobytes())
+        digest = digest_of(model.parameters())
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(model(self.held_out[0]), self.held_out[1])
-        result = {"loss": float(loss), "digest": digest.hexdigest()}
+        result = {"loss": float(loss), "digest": digest}
         write(self.home / f"result-{self.number}", json.dumps(result))
+
+
+def digest_of(tensors: Iterable[Any]) -> str:
+    """Return a digest of the bits of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def steps_of(optimizer: Any) -> int:
@@ -408,6 +420,7 @@ def exact(replica: Replica) -> None:
         if replica.due(step):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             if world.rank == 0:
+                replica.write_digest(step, state["model"])
                 replica.save(state, "all.pt")
         if step == replica.stop:
             break

@@ -134,6 +134,15 @@ def test_counted_steps_are_those_whose_contributions_were_applied(faults: Module
     assert faults.model_steps([events, []], 10.0) == 3
 
 
+def test_differing_steps_are_those_with_two_digests_within_or_between_runs(
+    faults: ModuleType,
+) -> None:
+    calm, disturbed = "20 a\n40 b\n60 c\n", "20 a\n40 b\n40 b\n"
+    assert faults.differing_steps(calm, disturbed) == []
+    assert faults.differing_steps(calm, disturbed + "60 d\n") == [60]
+    assert faults.differing_steps(calm, "20 a\n40 b\n40 x\n") == [40]
+
+
 # -- pauses ------------------------------------------------------------------------------------
 
 
