@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from wingbeat.codecs.feedback import MOST_STEPS, MOST_WORKERS, is_plain, shown
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.engine.updates.stepper import State
@@ -174,7 +175,7 @@ def _check(parts: list[Part], engine: Engine) -> None:
         )
     for position, part in enumerate(parts):
         well_formed = isinstance(part, dict) and part.get("format") == SHARD_FORMAT
-        if not well_formed or any(type(part.get(k)) is not kind for k, kind in _FIELDS.items()):
+        if not well_formed or not _has_fields(part):
             raise UsageError(
                 f"load_shards(parts): parts[{position}] was not made by "
                 "optimizer.shard_state_dict()"
@@ -182,16 +183,22 @@ def _check(parts: list[Part], engine: Engine) -> None:
     _check_complete(parts)
     for part in parts:
         _check_fits(part, engine)
-    known = {name: torch.Size(shape) for name, shape, _ in parts[0]["parameters"]}
+    known = {name: torch.Size(shape) for name, shape, _ in _parameters(engine)}
     for part in parts:
         unknown = next((name for name in part["shards"] if name not in known), None)
         if unknown is not None:
             raise UsageError(
-                f"load_shards(parts): rank {part['rank']}'s part has parameter {unknown!r}, "
+                f"load_shards(parts): rank {part['rank']}'s part has parameter {shown(unknown)}, "
                 "which its own list does not name; save it again"
             )
     for name, shape in known.items():
         _check_tiled(name, shape.numel(), parts)
+
+
+def _has_fields(part: Part) -> bool:
+    if any(type(part.get(key)) is not kind for key, kind in _FIELDS.items()):
+        return False
+    return 0 <= part["rank"] < part["world_size"] <= MOST_WORKERS and (_is_steps(part["steps"]))
 
 
 def _check_complete(parts: list[Part]) -> None:
@@ -225,7 +232,7 @@ def _check_fits(part: Part, engine: Engine) -> None:
     mine = [entry[:2] for entry in _parameters(engine)]
     sizes = [len(group["params"]) for group in engine.optimizer.__dict__["param_groups"]]
     try:
-        theirs = [[name, [int(n) for n in shape]] for name, shape, _ in part["parameters"]]
+        theirs = [[name, list(shape)] for name, shape, _ in part["parameters"]]
         their_sizes = [len(group["params"]) for group in part["param_groups"]]
     except (KeyError, TypeError, ValueError):
         theirs, their_sizes = [], []
@@ -244,7 +251,9 @@ def _check_fits(part: Part, engine: Engine) -> None:
 
 
 def _shown(entry: Any) -> str:
-    return "no more parameters" if entry is None else f"parameter {entry[0]!r} {tuple(entry[1])}"
+    if entry is None:
+        return "no more parameters"
+    return f"parameter {shown(entry[0])} {shown(tuple(entry[1]))}"
 
 
 def _check_tiled(name: str, numel: int, parts: list[Part]) -> None:
@@ -253,9 +262,13 @@ def _check_tiled(name: str, numel: int, parts: list[Part]) -> None:
         shards = _in_order(name, parts)
         keys = [(list(shard["each"]), list(shard["all"])) for shard in shards]
         wrong = any(
-            not isinstance(value, torch.Tensor) or value.shape != (shard["stop"] - shard["start"],)
+            not is_plain(value) or value.shape != (shard["stop"] - shard["start"],)
             for shard in shards
             for value in shard["each"].values()
+        ) or any(
+            type(shard[key]) is not kind
+            for shard in shards
+            for key, kind in (("start", int), ("stop", int), ("each", dict), ("all", dict))
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         wrong = True
@@ -310,12 +323,16 @@ def check_extra(engine: Engine, state: Any) -> None:
     if averages is None or not update.averaging:
         return
     steps = averages.get("steps")
-    if averages.get("format") != AVERAGES_FORMAT or type(steps) is not int or steps < 0:
+    if averages.get("format") != AVERAGES_FORMAT or not _is_steps(steps):
         raise UsageError(
             f"{LOADED}: not made by state_dict() of this kind; expected {AVERAGES_FORMAT!r} with a "
             "number of steps"
         )
     update.check_averages(averages)
+
+
+def _is_steps(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST_STEPS
 
 
 def load_extra(engine: Engine, state: Any) -> None:
