@@ -263,11 +263,14 @@ def test_worker_that_was_excluded_logs_an_event_and_copies_a_model(
     must_fetch: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     copied: list[object] = []
-    session: Any = SimpleNamespace(must_fetch=must_fetch, fetch_state=lambda *, join: join)
-    state: Any = SimpleNamespace(put=copied.append)
+    client = SimpleNamespace(stale=True)
+    session: Any = SimpleNamespace(
+        must_fetch=must_fetch, fetch_state=lambda *, join: join, client=client
+    )
+    state: Any = SimpleNamespace(put=lambda value, keep: copied.append((value, keep)))
     build._copy_state(loopback.worlds(2)[1], session, state, join=True)
     lines = [
         "rank 1: groups continued without this worker, which took too long: it copies a peer's "
         "model [event=excluded rank=1 incarnation=0]"
     ]
-    assert (caplog.messages, copied) == ((lines, [True]) if must_fetch else ([], []))
+    assert (caplog.messages, copied) == ((lines, [(True, False)]) if must_fetch else ([], []))

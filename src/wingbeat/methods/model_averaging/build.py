@@ -307,7 +307,7 @@ def _model_compression(
 def group_averager(
     groups: Groups, world: World, model: FlatModel, compression: ModelCompression
 ) -> GroupAverager:
-    """Make the averager of groups."""
+    """Make the averager of groups; a `UsageError` for a quorum of more workers than there are."""
     if groups.quorum is not None and groups.quorum > world.size:
         raise UsageError(
             f"quorum={groups.quorum}: there are {world.size} workers; allowed are 1 to {world.size}"

@@ -286,7 +286,7 @@ class Averaged(UpdatePart):
 
 
 def in_python(text: str) -> None:
-    """Refuse the textual form of an option that is a function."""
+    """Refuse the textual form of an option that is a function by a `UsageError`."""
     raise UsageError(
         f"outer_optimizer={text}: a function cannot be written here; pass "
         "DiLoCo(outer_optimizer=...) in Python, or write outer_lr and outer_momentum"

@@ -404,7 +404,7 @@ class OuterUpdate(LocalUpdate):
     # -- weights ------------------------------------------------------------------------------
 
     def count_tokens(self, tokens: int) -> None:
-        """Count tokens that this worker has processed."""
+        """Count tokens that this worker has processed; a `UsageError` for no whole number."""
         if self._unmerged is None:
             super().count_tokens(tokens)
             return
