@@ -87,7 +87,7 @@ def mutate(data: bytes, most: int, seed: int) -> bytes:
     name, _, body = data.partition(b"\n")
     if name not in CHOSEN or chance.random() < 0.05:
         name = chance.choice(list(CHOSEN))
-        body = to_bytes(CHOSEN[name], chance.choice(CHOSEN[name].valid))
+        body = to_bytes(CHOSEN[name], chance.choice(CHOSEN[name].examples))
     if chance.random() < 0.4:
         changed = atheris.Mutate(body, max(1, most - len(name) - 1))
     else:
@@ -99,7 +99,7 @@ def _spoil(target: Target, body: bytes, chance: random.Random) -> bytes:
     try:
         value = from_bytes(target, body)
     except (ValueError, RecursionError):
-        value = chance.choice(target.valid)
+        value = chance.choice(target.examples)
     spoilt: Any
     if isinstance(value, bytes):
         spoilt = mutants.spoil_bytes([value], chance)

@@ -77,15 +77,20 @@ class Target:
         name: of the row.
         inputs: makes inputs of valid ones, one of `mutants`.
         parse: the parser.
-        valid: what it has to read.
+        valid: what it has to read; or a function that makes it, if that takes seconds.
         errors: what it may raise.
     """
 
     name: str
     inputs: Callable[[Any], st.SearchStrategy[Any]]
     parse: Callable[[Any], object]
-    valid: tuple[Any, ...]
+    valid: tuple[Any, ...] | Callable[[], tuple[Any, ...]]
     errors: tuple[type[BaseException], ...] = ()
+
+    @property
+    def examples(self) -> tuple[Any, ...]:
+        """What it has to read."""
+        return self.valid() if callable(self.valid) else self.valid
 
 
 def in_file(
@@ -502,7 +507,7 @@ TARGETS = [
             f"residuals, {name}",
             VALUES_,
             saved_states.reader(functools.partial(saved_states.load_residuals, name)),
-            (saved_states.residual_parts(name),),
+            lambda name=name: (saved_states.residual_parts(name),),
             Usage,
         )
         for name in ("sketch", "lowrank", "momentum")
@@ -511,7 +516,7 @@ TARGETS = [
         "shards",
         VALUES_,
         saved_states.reader(saved_states.load_shards),
-        (saved_states.shard_parts(),),
+        lambda: (saved_states.shard_parts(),),
         Usage,
     ),
     *(
@@ -519,7 +524,7 @@ TARGETS = [
             f"extra state, {name}",
             VALUES_,
             saved_states.reader(functools.partial(saved_states.load_extra, name)),
-            (saved_states.extra_state(name),),
+            lambda name=name: (saved_states.extra_state(name),),
             Usage,
         )
         for name in ("sketch", "outer")
