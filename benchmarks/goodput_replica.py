@@ -337,6 +337,15 @@ def work(home: Path, settings: dict[str, Any], number: int) -> None:
     ways[settings["family"]](Replica(home, settings, number))
 
 
+def conclude(replica: Replica, model: Any) -> None:
+    """Leave the job with equal weights, and write what is left of it."""
+    import wingbeat
+
+    wingbeat.synchronize(model)
+    replica.finish(model)
+    wingbeat.shutdown()
+
+
 def average(replica: Replica) -> None:
     """Train with wingbeat's averages of models."""
     import wingbeat
@@ -365,9 +374,7 @@ def average(replica: Replica) -> None:
         before = made
         if replica.stop is not None:
             break
-    wingbeat.synchronize(model)
-    replica.finish(model)
-    wingbeat.shutdown()
+    conclude(replica, model)
 
 
 def stale(replica: Replica) -> None:
@@ -391,9 +398,7 @@ def stale(replica: Replica) -> None:
             replica.save(state, f"{replica.number}.pt")
         if replica.stop is not None:
             break
-    wingbeat.synchronize(model)
-    replica.finish(model)
-    wingbeat.shutdown()
+    conclude(replica, model)
 
 
 def exact(replica: Replica) -> None:
@@ -424,9 +429,7 @@ def exact(replica: Replica) -> None:
                 replica.save(state, "all.pt")
         if step == replica.stop:
             break
-    wingbeat.synchronize(model)
-    replica.finish(model)
-    wingbeat.shutdown()
+    conclude(replica, model)
 
 
 def elastic(replica: Replica) -> None:
@@ -449,9 +452,7 @@ def elastic(replica: Replica) -> None:
         if replica.due(step):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             replica.save(state, f"{replica.number}.pt")
-    wingbeat.synchronize(model)
-    replica.finish(model)
-    wingbeat.shutdown()
+    conclude(replica, model)
 
 
 # -- torchft -----------------------------------------------------------------------------------

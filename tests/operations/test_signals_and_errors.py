@@ -46,6 +46,11 @@ def of(ended: list[Ended]) -> list[int]:
     return [each.status for each in ended]
 
 
+def events_of(ended: Ended) -> list[str]:
+    """The lines of its log that are events."""
+    return [line for line in ended.said.splitlines() if "[event=" in line]
+
+
 RAISED = {
     "forward": "RuntimeError: ",
     "loss": "ValueError: bad loss",
@@ -85,7 +90,7 @@ def test_exception_on_a_rank_of_averages_leaves_the_others_training(
     assert [ended[rank].status for rank in rest] == [0] * len(rest)
     assert (ended[1].status, ended[1].tracebacks) == (1, 1)
     for rank in rest:
-        lines = [line for line in ended[rank].said.splitlines() if "[event=" in line]
+        lines = events_of(ended[rank])
         assert [line.partition(f"rank {rank}: rank 1 ")[2] for line in lines] == [
             "failed with ValueError: bad loss; the others continue without it "
             "[event=lost rank=1 incarnation=0]"
@@ -124,7 +129,7 @@ def test_killed_process_leaves_the_others_of_averages_training(
         ended = job.end()
     assert [ended[rank].status for rank in rest] == [0] * len(rest)
     for rank in rest:
-        lines = [line for line in ended[rank].said.splitlines() if "[event=" in line]
+        lines = events_of(ended[rank])
         assert len(lines) == 1, ended[rank].said
         assert "ended" in lines[0]
         assert lines[0].endswith("[event=lost rank=1 incarnation=0]")
@@ -185,7 +190,7 @@ def test_sigterm_to_one_rank_saves_on_all_which_exit_with_143(
     assert all(len(each) == 1 for each in saved), saved
     assert strategy in AVERAGES or saved[0] == saved[1] == saved[2]
     assert all(each.tracebacks == 0 for each in ended)
-    lines = [line for line in ended[0].said.splitlines() if "[event=" in line]
+    lines = events_of(ended[0])
     assert lines[-1].endswith("[event=terminated rank=0 incarnation=0]")
 
 
