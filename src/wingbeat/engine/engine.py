@@ -219,7 +219,7 @@ class Engine:
         self.views = self.runtime.views
         self.update = self.runtime.update
         self.dispatch = self.runtime.dispatch
-        if world.size > 1 or world.group is not None:
+        if several:
             self._start()
         else:
             hook = ForwardHook(weakref.ref(self), "before_forward")

@@ -195,21 +195,32 @@ def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
 def _averaged_state(training: Training, slots: Sequence[Slot]) -> ElementState:
     """Return the optimizer's state to average, after checking that it is equal on all workers."""
     state = ElementState(training.optimizer, {slot.param: slot.name for slot in slots})
-    channel, own = training.collectives.world, state.described()
-    # A restarted worker finds the channel's number, but not its keys.
-    world, what = channel.parent or channel, f"averaged state {channel.serial}"
-    if not world.returned:
-        world.publish(what, own)
-    for rank in range(world.size):
-        theirs = world.read(what, rank)
-        if theirs != own:
-            raise MismatchError(
-                f"rank {world.ranks[world.rank]}'s optimizer has the state "
-                f"{_difference(own, theirs)}, rank {world.ranks[rank]}'s "
-                f"{_difference(theirs, own)}: with average_state=True all ranks must "
-                "build equal optimizers"
-            )
+    own = state.described()
+    if differs := _find_other(training, "averaged state", own):
+        me, rank, theirs = differs
+        raise MismatchError(
+            f"rank {me}'s optimizer has the state {_difference(own, theirs)}, rank {rank}'s "
+            f"{_difference(theirs, own)}: with average_state=True all ranks must build equal "
+            "optimizers"
+        )
     return state
+
+
+def _find_other(training: Training, what: str, own: Any) -> tuple[int, int, Any] | None:
+    """Compare a description with all workers'.
+
+    Return this worker's rank, and the rank and description of the first one that differs.
+    """
+    channel = training.collectives.world
+    # A restarted worker finds the channel's number, but not its keys.
+    world, key = channel.parent or channel, f"{what} {channel.serial}"
+    if not world.returned:
+        world.publish(key, own)
+    for rank in range(world.size):
+        theirs = world.read(key, rank)
+        if theirs != own:
+            return world.ranks[world.rank], world.ranks[rank], theirs
+    return None
 
 
 def _difference(description: Any, other: Any) -> str:
@@ -259,18 +270,13 @@ def _check_alike(training: Training, chosen: ChosenOptimizer | None) -> None:
     """Raise a `MismatchError` if workers have other outer optimizers, which differ by no name."""
     if chosen is None:
         return
-    channel, own = training.collectives.world, chosen.describe()
-    world, what = channel.parent or channel, f"outer optimizer {channel.serial}"
-    if not world.returned:
-        world.publish(what, own)
-    for rank in range(world.size):
-        theirs = world.read(what, rank)
-        if theirs != own:
-            raise MismatchError(
-                f"rank {world.ranks[rank]}'s outer optimizer is {theirs!r:.200}, "
-                f"rank {world.ranks[world.rank]}'s {own!r:.200}: DiLoCo(outer_optimizer=...) must "
-                "make equal optimizers on all ranks"
-            )
+    own = chosen.describe()
+    if differs := _find_other(training, "outer optimizer", own):
+        me, rank, theirs = differs
+        raise MismatchError(
+            f"rank {rank}'s outer optimizer is {theirs!r:.200}, rank {me}'s {own!r:.200}: "
+            "DiLoCo(outer_optimizer=...) must make equal optimizers on all ranks"
+        )
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
