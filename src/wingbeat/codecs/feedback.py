@@ -10,7 +10,6 @@ sum of residuals over all workers is the error of the average.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from wingbeat.errors import UsageError
+from wingbeat.schema import excerpt
 
 FORMAT = "wingbeat residuals, version 1"
 
@@ -227,7 +227,7 @@ class Residuals:
         rank, size = state.get("rank"), state.get("world_size")
         if type(rank) is not int or type(size) is not int or not 0 <= rank < size <= MOST_WORKERS:
             raise UsageError(
-                f"{where}: rank {shown(rank)} of world_size {shown(size)}; the rank must be a "
+                f"{where}: rank {excerpt(rank)} of world_size {excerpt(size)}; the rank must be a "
                 f"number from 0 to world_size - 1, and that at most {MOST_WORKERS}"
             )
         if "velocity" in state and "velocity" not in self._kinds:
@@ -275,20 +275,12 @@ def is_plain(value: Any) -> TypeGuard[Tensor]:
     )
 
 
-def shown(value: Any) -> str:
-    """Return a value from a file for a message, in one line of limited length."""
-    try:
-        return reprlib.repr(value).replace("\n", " ")[:80]
-    except ValueError:  # a number of thousands of digits
-        return f"a large {type(value).__name__}"
-
-
 def _refuse_other_names(mine: Iterable[str], theirs: Mapping[Any, Any], where: str) -> None:
     known = set(mine)
     for name in theirs:
         if name not in known:
             raise UsageError(
-                f"{where}: parameter {shown(name)} is not trained by this model; load parts of "
+                f"{where}: parameter {excerpt(name)} is not trained by this model; load parts of "
                 "the same model"
             )
     for name in mine:

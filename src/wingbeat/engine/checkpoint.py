@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wingbeat.codecs.feedback import MOST_STEPS, MOST_WORKERS, is_plain, shown
+from wingbeat.codecs.feedback import MOST_STEPS, MOST_WORKERS, is_plain
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.engine.updates.stepper import State
 from wingbeat.engine.updates.update import LOADED
 from wingbeat.errors import UsageError
+from wingbeat.schema import excerpt
 from wingbeat.types import Span
 
 SHARD_FORMAT = "wingbeat optimizer shard, version 1"
@@ -188,7 +189,7 @@ def _check(parts: list[Part], engine: Engine) -> None:
         unknown = next((name for name in part["shards"] if name not in known), None)
         if unknown is not None:
             raise UsageError(
-                f"load_shards(parts): rank {part['rank']}'s part has parameter {shown(unknown)}, "
+                f"load_shards(parts): rank {part['rank']}'s part has parameter {excerpt(unknown)}, "
                 "which its own list does not name; save it again"
             )
     for name, shape in known.items():
@@ -253,7 +254,7 @@ def _check_fits(part: Part, engine: Engine) -> None:
 def _shown(entry: Any) -> str:
     if entry is None:
         return "no more parameters"
-    return f"parameter {shown(entry[0])} {shown(tuple(entry[1]))}"
+    return f"parameter {excerpt(entry[0])} {excerpt(tuple(entry[1]))}"
 
 
 def _check_tiled(name: str, numel: int, parts: list[Part]) -> None:

@@ -23,7 +23,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from wingbeat.codecs.feedback import shown
 from wingbeat.engine.gradients.bucket import Bucket
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.errors import PeerError
@@ -31,7 +30,7 @@ from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans
 from wingbeat.planning.backward import BackwardProfiler
 from wingbeat.planning.plans import Measured
-from wingbeat.schema import MalformedMessage, Range, Text, parse_json
+from wingbeat.schema import MalformedMessage, Range, Text, excerpt, parse_json
 from wingbeat.transport.membership import Number, View, members
 from wingbeat.transport.store import AtomicStore
 from wingbeat.types import Plan, PlannedBucket
@@ -128,7 +127,7 @@ class LayerProfiler:
             valid = False
         if not valid:
             raise PeerError(
-                f"a worker sent {shown(measured):.60} as the measurements of {count} gradients; "
+                f"a worker sent {excerpt(measured):.60} as the measurements of {count} gradients; "
                 "all workers have to run the same model and the same version of wingbeat"
             )
         return ready, widths

@@ -26,6 +26,7 @@ from wingbeat.methods.model_averaging.flat import FlatModel
 from wingbeat.methods.model_averaging.local import Averager, LocalUpdate, Tensors
 from wingbeat.methods.model_averaging.rules import Unmerged
 from wingbeat.schedules.local import Local
+from wingbeat.schema import excerpt
 from wingbeat.types import Span
 
 _FIRST_SHARED = "first shared model"  # key of a checksum of each worker's first shared model
@@ -536,8 +537,8 @@ def _check_names(kind: str, values: Any, shapes: Mapping[str, torch.Size]) -> No
         others = sorted(set(values) ^ set(shapes), key=str) if isinstance(values, dict) else []
         raise UsageError(
             f"{LOADED}: {kind!r} is not of the trained parameters of this model"
-            f"{f' ({others[0]!r} is in one of them only)' if others else ''}; load a state of the "
-            "same model"
+            f"{f' ({excerpt(others[0])} is in one of them only)' if others else ''}; load a state "
+            "of the same model"
         )
 
 
