@@ -383,10 +383,19 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+_EXCERPT_CHARS = 80
+_excerpts = reprlib.Repr()
+_excerpts.maxstring = _EXCERPT_CHARS  # names of parameters are longer than its 30 characters
+
+
 def excerpt(value: Any) -> str:
-    """Return the beginning of a received value for a message, in one line, at any depth."""
+    """Return the beginning of a received value for a message, in one line, at any depth.
+
+    >>> excerpt("decoder.layers.11.attention.query.weight")
+    "'decoder.layers.11.attention.query.weight'"
+    """
     try:
-        return reprlib.repr(value).replace("\n", " ")[:80]
+        return _excerpts.repr(value).replace("\n", " ")[:_EXCERPT_CHARS]
     except ValueError:  # a number of thousands of digits
         return f"a large {type(value).__name__}"
 
