@@ -21,7 +21,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import atheris
+try:
+    import atheris
+except ModuleNotFoundError:
+    sys.exit("fuzz_parsers.py: atheris is missing; install it with: pip install -e '.[fuzz]'")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 with atheris.instrument_imports(include=["wingbeat", "wingbeat_lab"]):
