@@ -21,7 +21,7 @@ class Group:
     """The open connections of a group, and the averages over them."""
 
     members: tuple[int, ...]
-    inputs: list[dict[int, float]] = field(default_factory=list)
+    inputs: list[dict[int, tuple[float, bool]]] = field(default_factory=list)
     made: dict[int, int] = field(default_factory=dict)  # averages that a member has begun
     ended: set[tuple[int, int]] = field(default_factory=set)  # (average, member): it has the result
     broken: set[tuple[int, int]] = field(default_factory=set)  # it has lost the result
@@ -31,14 +31,14 @@ class Group:
 
 
 class Averages:
-    """All groups of a world, by column and connection."""
+    """All groups of a world, by column, connection and members."""
 
     def __init__(self, world: World, timeout: float, is_cut: Callable[[int, int], float]) -> None:
         self.world, self.timeout, self.is_cut = world, timeout, is_cut
         self.chance = world.random("averages")
-        self.groups: dict[tuple[int, int], Group] = {}
+        self.groups: dict[tuple[int, int, tuple[int, ...]], Group] = {}
 
-    def contribute(self, group: Group, me: int, value: float) -> int:
+    def contribute(self, group: Group, me: int, value: tuple[float, bool]) -> int:
         number = group.made[me] = group.made.get(me, -1) + 1
         if number == len(group.inputs):
             group.inputs.append({})
@@ -87,8 +87,9 @@ class Column:
 
     Attributes:
         value: the rank's part of the model.
+        finished: whether it has made its last step, of which the others learn with its part.
+        all_finished: whether the members of the last average had; None before the first.
         applied: (connection, average) of each average that was applied.
-        runs: the numbers of the groups that were applied, for a rank that knows them.
     """
 
     def __init__(self, averages: Averages, process: Process, column: int, worker: int) -> None:
@@ -96,9 +97,10 @@ class Column:
         self._process, self._column, self._me = process, column, worker
         self.value = 0.0
         self.applied: list[tuple[int, int]] = []
-        self.runs: set[tuple[int, int]] = set()
+        self.finished = False
+        self.all_finished: bool | None = None
         self._open: dict[int, Group] = {}
-        self._result: tuple[int, int, float, float] | None = None
+        self._result: tuple[int, int, float, float, bool] | None = None
         process.at_end.append(self.close)
 
     def average(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
@@ -109,13 +111,13 @@ class Column:
 
     def attempt(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
         members = tuple(sorted(run.members))
-        group = self._all.groups.setdefault((self._column, connection), Group(members))
-        assert group.members == members, f"{group.members} and {members} share connections"
+        key = self._column, connection, members
+        group = self._all.groups.setdefault(key, Group(members))
         if group.closed:
             return self._lose(group, connection)
         self._open[connection] = group
         value = self.value
-        number = self._all.contribute(group, self._me, value)
+        number = self._all.contribute(group, self._me, (value, self.finished))
         grace, begun = self.grace_period(), self._world.now
         while True:
             checks_at = self._world.now + CHECK_S
@@ -132,13 +134,14 @@ class Column:
             if self._world.now - begun > self._all.timeout:
                 return self._lose(group, connection, self._missing(group, number))
         inputs = group.inputs[number]
-        mean = sum(inputs[member] for member in group.members) / len(group.members)
-        self._result = connection, number, value, mean
+        mean = sum(inputs[member][0] for member in group.members) / len(group.members)
+        finished = all(inputs[member][1] for member in group.members)
+        self._result = connection, number, value, mean, finished
         return None
 
     def apply(self) -> None:
         assert self._result is not None, "an average is applied that was not made, or twice"
-        connection, number, value, mean = self._result
+        connection, number, value, mean, self.all_finished = self._result
         self._result = None
         assert self.value == value, "the model has changed while it was averaged"
         assert (connection, number) not in self.applied, "an average is applied twice"

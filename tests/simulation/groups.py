@@ -19,7 +19,7 @@ from wingbeat.methods.model_averaging import (
 )
 from wingbeat.methods.model_averaging.followers import Call, Channel, Follower, Leader
 from wingbeat.methods.model_averaging.rules import Rules, rules_of
-from wingbeat.methods.model_averaging.service import GeneratorConfig, GroupService
+from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport import actor, failures, membership, services
 from wingbeat.transport.failures import MAX_WAIT_FACTOR
 
@@ -96,9 +96,6 @@ class Groups:
     def run(self) -> None:
         others = detectors(self.world) | {
             "open_mailbox": self.network.open_mailbox,
-            "GroupService": lambda *args, **options: GroupService(
-                *args, clock=self.world.clock, **options
-            ),
         }
         with virtual(self.world, MODULES, **others):
             self.world.spawn(self.workers, self.generator, "generator")
@@ -249,13 +246,19 @@ class Trainer:
             every = self.groups.every
             if every and self.step // every > self.syncs and self.step < self.groups.steps:
                 self.synchronize()
-        self.synchronize()
+        self.column.finished = True
+        while True:  # until all others have made their last step too
+            self.column.all_finished = None
+            self.synchronize()
+            if self.column.all_finished in (None, True):
+                break
         self.groups.final[self.worker, self.rank] = self.column.value
         self.leave()
 
     def synchronize(self) -> None:
-        self.syncs = max(self.syncs + 1, self.step // (self.groups.every or 10**9))
         self.call(Call.SYNCHRONIZE, "a synchronization")
+        # Not before: a worker that copies this one's state meanwhile has to take part too.
+        self.syncs += 1
 
     def call(self, call: Call, what: str) -> None:
         with self.world.limited(self.groups.limit_s, what):

@@ -15,8 +15,11 @@ from simulation.scenario import Fault
 from simulation.world import Process, Wait, World
 from wingbeat._native import Endpoint
 from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.methods.bounded_staleness.streams import Streams
+from wingbeat.methods.model_averaging.service import GroupService
 from wingbeat.transport.detector import FailureDetector
 from wingbeat.transport.interfaces import Host, Interface
+from wingbeat.transport.membership import MembershipClient
 from wingbeat.transport.messages.frames import DTYPES, NEVER, Limits, Message, Posted
 from wingbeat.transport.messages.peers import PeerInfo, read_peer_info, store_key
 
@@ -40,6 +43,7 @@ class Network:
         self.cut_until: dict[frozenset[int], float] = {}
         self.chance = world.random("network")
         self.in_flight = 0
+        self.reach: Callable[[int, int], tuple[int, ...]] = lambda _a, _b: tuple(range(interfaces))
         self.host = Host(
             "simulated",
             tuple(Interface(f"nic{i}", f"10.0.{i}.1", f"10.0.{i}.0/24") for i in range(interfaces)),
@@ -211,6 +215,7 @@ class SimulatedMailbox:
         self.connections: dict[tuple[int, int, int], Connection] = {}
         self._wanted: dict[int, int] = {}  # sessions of the peers
         self._left: set[int] = set()
+        self._leaves: set[tuple[int, int, int]] = set()  # the routes of peers that leave
         self._heard: set[tuple[int, int]] = set()
         self._waiters: list[Wait] = []
         self._interrupted = self._closed = False
@@ -245,7 +250,7 @@ class SimulatedMailbox:
         return {peer: seconds for peer, seconds in found.items() if peer not in self._left}
 
     def interfaces(self, peer: int) -> tuple[int, ...]:
-        return tuple(range(self.network.interfaces))
+        return self.network.reach(self.number, peer)
 
     def interrupter(self) -> Callable[[], None]:
         def interrupt() -> None:
@@ -285,6 +290,8 @@ class SimulatedMailbox:
                 raise self._error(f"{self.name(peer)} consumed nothing for {wait:g} s")
             self.world.block(self._waiters, min(deadline - self.world.now, 1.0))
         self._sent.append(posted)
+        if len(self._sent) > 1000:
+            self._sent = [each for each in self._sent if not each.arrived]
         self._pump()
         return posted
 
@@ -310,6 +317,7 @@ class SimulatedMailbox:
     def drop(self, peer: int) -> None:
         self._wanted.pop(peer, None)
         self._left.discard(peer)
+        self._leaves = {each for each in self._leaves if each[0] != peer}
         self.end.remove_peer(peer)
         for key, connection in list(self.connections.items()):
             if key[0] == peer:
@@ -320,13 +328,13 @@ class SimulatedMailbox:
         self.drop(peer)
         self._heard = {each for each in self._heard if each[0] != peer}
         self._wanted[peer] = info.session
-        for interface in range(self.network.interfaces):
+        for interface in self.interfaces(peer):
             for urgency in range(self._classes):
                 self.end.add(peer, interface, urgency, info.session)
         other = self.network.boxes.get((self._namespace, peer))
         if other is not None and other.wants(self) and self.wants(other) and not other._closed:
             a, b = (self, other) if self.number < other.number else (other, self)
-            for interface in range(self.network.interfaces):
+            for interface in self.interfaces(peer):
                 for urgency in range(self._classes):
                     connection = Connection(a, b, interface, urgency)
                     a.connections[b.number, interface, urgency] = connection
@@ -341,7 +349,7 @@ class SimulatedMailbox:
         while unheard := [
             peer
             for peer in self._wanted
-            if any((peer, i) not in self._heard for i in range(self.network.interfaces))
+            if any((peer, i) not in self._heard for i in self.interfaces(peer))
         ]:
             if self.world.now >= deadline:
                 raise self._error(f"{self.name(unheard[0])} did not answer within {seconds:g} s")
@@ -371,7 +379,7 @@ class SimulatedMailbox:
         self._check_open()
         if peer not in self._wanted:
             raise UsageError(f"{self._me}: {self.name(peer)} is no peer of this mailbox")
-        return peer, interface or 0, self._classes - 1 if urgency is None else urgency
+        return peer, self.interfaces(peer)[0] if interface is None else interface, self._classes - 1 if urgency is None else urgency
 
     def _check(self, peer: int) -> None:
         if peer in self.lost:
@@ -395,7 +403,9 @@ class SimulatedMailbox:
         if self.process.world.processes.get(self.process.number) is not self.process:
             return
         if frame is None:
-            self._left.add(peer)
+            self._leaves.add((peer, *where))
+            if all(each in self._leaves for each in self.connections if each[0] == peer):
+                self._left.add(peer)
         else:
             self._heard.add((peer, where[0]))
             self.end.accept(peer, *where, *frame, self.world.now)
@@ -523,9 +533,13 @@ class StoreHandle:
 
 
 def detectors(world: World) -> dict[str, Any]:
-    """What `virtual` replaces so that failures are detected in virtual time."""
+    """What `virtual` replaces, because its clock is that of the machine by default."""
 
-    def make(mailbox: Any, clock: Any = None, *reached: Any) -> FailureDetector:
-        return FailureDetector(mailbox, world.clock, *reached)
+    def clocked(made: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: made(*args, **{"clock": world.clock} | options)
 
-    return {"FailureDetector": make}
+    def detector(mailbox: Any, clock: Any = None, *reached: Any) -> FailureDetector:
+        return FailureDetector(mailbox, clock or world.clock, *reached)
+
+    found = {each.__name__: clocked(each) for each in (MembershipClient, Streams, GroupService)}
+    return found | {"FailureDetector": detector}

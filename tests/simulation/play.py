@@ -23,8 +23,10 @@ class Failed(AssertionError):
 def machines() -> dict[str, Any]:
     """Return the machines by name."""
     from simulation.groups import Groups
+    from simulation.servers import Servers
+    from simulation.staleness import Staleness
 
-    return {machine.name: machine for machine in (Groups,)}
+    return {machine.name: machine for machine in (Groups, Staleness, Servers)}
 
 
 def play(scenario: Scenario, log: Callable[[str], object] = lambda _: None) -> int:

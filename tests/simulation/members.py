@@ -1,0 +1,171 @@
+"""The membership log: clients that report ends, join again, and acknowledge each other."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from simulation.network import SimulatedStore, detectors
+from simulation.scenario import FaultRates, Scenario, draw_faults
+from simulation.world import World, virtual
+from wingbeat.errors import RendezvousError
+from wingbeat.transport import membership
+from wingbeat.transport.membership import (
+    MembershipClient,
+    MembershipLog,
+    covers,
+    merge_views,
+    without_worker,
+)
+from wingbeat.transport.messages.peers import store_key
+
+PATH = "membership/log"
+
+JOIN_S = 20.0
+"""Seconds for the others to acknowledge a process that joins again."""
+
+
+class Members:
+    """Processes that report each other's ends, some of them wrong, and return."""
+
+    name = "membership"
+
+    @staticmethod
+    def draw(seed: int) -> Scenario:
+        chance = random.Random(f"membership {seed}")
+        workers = chance.randint(2, 6)
+        options = {
+            "members": str(workers),
+            "seconds": str(chance.choice([20, 60, 200])),
+            "wrong": str(chance.choice([0, 0, 1, 3])),  # reports of processes that are alive
+        }
+        rates = FaultRates(
+            processes=tuple(range(workers)), pairs=(), until=float(options["seconds"]),
+            killable=tuple(range(workers)), startable=tuple(range(workers)),
+            stop_s=30.0, store_s=10.0,
+        )  # fmt: skip
+        return Scenario("membership", seed, tuple(options.items()), draw_faults(rates, chance, 10))
+
+    def __init__(self, scenario: Scenario, world: World) -> None:
+        options = dict(scenario.options)
+        self.world, self.store = world, SimulatedStore(world)
+        self.members, self.seconds = int(options["members"]), float(options["seconds"])
+        self.chance = world.random("reports")
+        self.clients: dict[int, MembershipClient] = {}  # of the processes that are members
+        self.reported: dict[int, list[Any]] = {}
+        self.proposed: list[tuple[int, Any]] = []
+        self.joining: set[int] = set()
+        self.expelled: set[int] = set()
+        world.on_start = self.start
+        world.check = self.check
+        self._entries = MembershipLog(self.members)
+        self._authors: dict[int, int] = {}  # entries after which an author had read its own end
+        for _ in range(int(options["wrong"])):
+            at = self.chance.uniform(1.0, self.seconds)
+            world.at(at, self.report, self.chance.randrange(self.members))
+
+    def run(self) -> None:
+        with virtual(self.world, [membership], **detectors(self.world)):
+            for worker in range(self.members):
+                self.start(worker, 0)
+            end = max(self.seconds, self.world.fault_ends) + 2 * JOIN_S + 40.0
+            self.world.run(lambda: self.world.now > end, end + 10.0)
+        self.check_end()
+
+    def start(self, worker: int, incarnation: int) -> None:
+        if worker < self.members:
+            process = self.world.spawn(worker, lambda: self.main(worker, incarnation))
+            process.at_end.append(lambda: self.ended(worker, process.incarnation))
+
+    def ended(self, worker: int, incarnation: int) -> None:
+        """Let one of the others find out, at any time."""
+        self.clients.pop(worker, None)
+        self.joining.discard(worker)
+        self.world.after(1.0 + 5.0 * self.chance.random(), self.report, worker, incarnation)
+
+    def report(self, worker: int, incarnation: int | None = None) -> None:
+        """Let a member report the end of another, which may be alive if no incarnation is given."""
+        others = [
+            m for m in self.clients if m != worker and self.world.processes[m].state == "running"
+        ]
+        if not others:
+            if incarnation is not None:
+                self.world.after(1.0, self.report, worker, incarnation)
+            return
+        client = self.clients[self.chance.choice(others)]
+        if incarnation is not None and client.log.view[worker] != 2 * incarnation:
+            return  # it knows, or does not know of the start yet, which implies the end
+        view = without_worker(client.log.view, worker)
+        with self.world.inside(self.world.processes[client._rank]):
+            client.propose(view)
+        self.proposed.append((client._rank, view))
+
+    def main(self, worker: int, incarnation: int) -> None:
+        world, process = self.world, self.world.current
+        store = self.store.handle()
+        try:
+            with world.limited(2 * JOIN_S + 30.0, "joining"):
+                client = MembershipClient(store, "log", worker, self.members, clock=world.clock)
+                life = client.register()
+                store.set(store_key("log", worker, life), "{}")
+                if life:
+                    self.joining.add(worker)
+                    client.announce(life, JOIN_S)
+                    self.joining.discard(worker)
+        except (RendezvousError, RuntimeError) as error:
+            world.log(f"{world.now:10.3f} {error}")
+            assert "another process" not in str(error) or incarnation, error
+            world.end(process)
+            return
+        changed = membership.threading.Event()
+        client.start(changed.set)
+        self.clients[worker] = client
+        seen = self.reported[worker] = []
+        while True:
+            changed.wait(0.5)
+            changed.clear()
+            for change in client.take_changes():
+                assert change not in seen, f"member {worker} is told twice of {change}"
+                seen.append(change)
+                if change.worker == worker and not change.joined and change.incarnation == life:
+                    self.expelled.add(worker)
+                    client.stop()
+                    world.end(process)  # as a worker that was removed
+                    return
+                if change.joined and change.peer_info is not None:
+                    client.acknowledge(change.worker, change.incarnation)
+
+    # -- invariants -----------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check new entries of the log, and that no member is ahead of it."""
+        entries = self._entries
+        while (text := self.store.values.get(f"{PATH}/{entries.length}")) is not None:
+            before = entries.view
+            entries.append(text)
+            assert covers(entries.view, before), "numbers of the log have fallen"
+        for worker, client in self.clients.items():
+            log = client.log
+            assert log.length <= entries.length
+            if log.length == entries.length:
+                assert log.view == entries.view, f"member {worker} has another view of the log"
+
+    def check_end(self) -> None:
+        view = self._entries.view
+        for worker, client in self.clients.items():
+            process = self.world.processes[worker]
+            assert client.log.length == self._entries.length, f"member {worker} reads no more"
+            assert client._proposal is None, f"what member {worker} proposed was never written"
+            assert client._proposed_at is None
+            assert view[worker] % 2 == 0, f"member {worker} does not know that it was removed"
+            assert process.alive
+        for author, proposal in self.proposed:
+            if author in self.clients and self.world.processes[author].incarnation == 0:
+                assert covers(view, proposal), f"{author}'s proposal {proposal} is lost: {view}"
+        dead = [w for w, process in self.world.processes.items() if not process.alive]
+        if self.clients and not self.joining:
+            for worker in dead:
+                assert view[worker] % 2, f"nobody has reported the end of member {worker}"
+
+
+__all__ = ["Members", "merge_views"]
