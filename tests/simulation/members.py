@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from simulation.network import SimulatedStore, detectors
+from simulation.network import Network, SimulatedStore, detectors
 from simulation.scenario import FaultRates, Scenario, draw_faults
 from simulation.world import World, virtual
 from wingbeat.errors import RendezvousError
@@ -13,10 +13,11 @@ from wingbeat.transport import membership
 from wingbeat.transport.membership import (
     MembershipClient,
     MembershipLog,
+    View,
     covers,
-    merge_views,
     without_worker,
 )
+from wingbeat.transport.messages.frames import Limits
 from wingbeat.transport.messages.peers import store_key
 
 PATH = "membership/log"
@@ -36,15 +37,15 @@ class Members:
         workers = chance.randint(2, 6)
         options = {
             "members": str(workers),
-            "seconds": str(chance.choice([20, 60, 200])),
-            "wrong": str(chance.choice([0, 0, 1, 3])),  # reports of processes that are alive
+            "seconds": str(chance.choice([20, 100, 600])),
+            "wrong": str(chance.choice([0, 0, 1, 5])),  # reports of processes that are alive
         }
         rates = FaultRates(
             processes=tuple(range(workers)), pairs=(), until=float(options["seconds"]),
             killable=tuple(range(workers)), startable=tuple(range(workers)),
             stop_s=30.0, store_s=10.0,
         )  # fmt: skip
-        return Scenario("membership", seed, tuple(options.items()), draw_faults(rates, chance, 10))
+        return Scenario("membership", seed, tuple(options.items()), draw_faults(rates, chance, 60))
 
     def __init__(self, scenario: Scenario, world: World) -> None:
         options = dict(scenario.options)
@@ -52,14 +53,14 @@ class Members:
         self.members, self.seconds = int(options["members"]), float(options["seconds"])
         self.chance = world.random("reports")
         self.clients: dict[int, MembershipClient] = {}  # of the processes that are members
+        self.views: dict[int, View] = {}  # in which each client has joined
+        self.info = Network(world).info(0, 1, Limits()).to_json()
         self.reported: dict[int, list[Any]] = {}
-        self.proposed: list[tuple[int, Any]] = []
+        self.proposed: list[tuple[MembershipClient, View]] = []
         self.joining: set[int] = set()
-        self.expelled: set[int] = set()
         world.on_start = self.start
         world.check = self.check
         self._entries = MembershipLog(self.members)
-        self._authors: dict[int, int] = {}  # entries after which an author had read its own end
         for _ in range(int(options["wrong"])):
             at = self.chance.uniform(1.0, self.seconds)
             world.at(at, self.report, self.chance.randrange(self.members))
@@ -75,30 +76,34 @@ class Members:
     def start(self, worker: int, incarnation: int) -> None:
         if worker < self.members:
             process = self.world.spawn(worker, lambda: self.main(worker, incarnation))
-            process.at_end.append(lambda: self.ended(worker, process.incarnation))
+            process.at_end.append(lambda: self.ended(worker))
 
-    def ended(self, worker: int, incarnation: int) -> None:
+    def ended(self, worker: int) -> None:
         """Let one of the others find out, at any time."""
         self.clients.pop(worker, None)
         self.joining.discard(worker)
-        self.world.after(1.0 + 5.0 * self.chance.random(), self.report, worker, incarnation)
+        self.world.after(1.0 + 5.0 * self.chance.random(), self.report_end, worker)
 
-    def report(self, worker: int, incarnation: int | None = None) -> None:
-        """Let a member report the end of another, which may be alive if no incarnation is given."""
+    def report_end(self, worker: int) -> None:
+        """Let a member report the end of a dead process, until the log has it."""
+        dead = not self.world.processes[worker].alive
+        if dead and self._entries.view[worker] % 2 == 0:
+            self.report(worker)
+            self.world.after(5.0, self.report_end, worker)
+
+    def report(self, worker: int) -> None:
+        """Let a member report the end of another, which may be alive."""
         others = [
             m for m in self.clients if m != worker and self.world.processes[m].state == "running"
         ]
         if not others:
-            if incarnation is not None:
-                self.world.after(1.0, self.report, worker, incarnation)
             return
-        client = self.clients[self.chance.choice(others)]
-        if incarnation is not None and client.log.view[worker] != 2 * incarnation:
-            return  # it knows, or does not know of the start yet, which implies the end
+        author = self.chance.choice(others)
+        client = self.clients[author]
         view = without_worker(client.log.view, worker)
-        with self.world.inside(self.world.processes[client._rank]):
+        with self.world.inside(self.world.processes[author]):
             client.propose(view)
-        self.proposed.append((client._rank, view))
+        self.proposed.append((client, view))
 
     def main(self, worker: int, incarnation: int) -> None:
         world, process = self.world, self.world.current
@@ -107,7 +112,7 @@ class Members:
             with world.limited(2 * JOIN_S + 30.0, "joining"):
                 client = MembershipClient(store, "log", worker, self.members, clock=world.clock)
                 life = client.register()
-                store.set(store_key("log", worker, life), "{}")
+                store.set(store_key("log", worker, life), self.info)
                 if life:
                     self.joining.add(worker)
                     client.announce(life, JOIN_S)
@@ -119,7 +124,7 @@ class Members:
             return
         changed = membership.threading.Event()
         client.start(changed.set)
-        self.clients[worker] = client
+        self.clients[worker], self.views[worker] = client, self.start_view(client)
         seen = self.reported[worker] = []
         while True:
             changed.wait(0.5)
@@ -128,12 +133,15 @@ class Members:
                 assert change not in seen, f"member {worker} is told twice of {change}"
                 seen.append(change)
                 if change.worker == worker and not change.joined and change.incarnation == life:
-                    self.expelled.add(worker)
                     client.stop()
                     world.end(process)  # as a worker that was removed
                     return
                 if change.joined and change.peer_info is not None:
                     client.acknowledge(change.worker, change.incarnation)
+
+    def start_view(self, client: MembershipClient) -> View:
+        """Return what a member knows before it is told of changes."""
+        return client.log.view
 
     # -- invariants -----------------------------------------------------------------------
 
@@ -159,13 +167,18 @@ class Members:
             assert client._proposed_at is None
             assert view[worker] % 2 == 0, f"member {worker} does not know that it was removed"
             assert process.alive
-        for author, proposal in self.proposed:
-            if author in self.clients and self.world.processes[author].incarnation == 0:
-                assert covers(view, proposal), f"{author}'s proposal {proposal} is lost: {view}"
+        for client, proposal in self.proposed:
+            if client in self.clients.values():
+                assert covers(view, proposal), f"the proposal {proposal} is lost: {view}"
         dead = [w for w, process in self.world.processes.items() if not process.alive]
-        if self.clients and not self.joining:
-            for worker in dead:
-                assert view[worker] % 2, f"nobody has reported the end of member {worker}"
+        for worker in dead if self.clients else ():
+            assert view[worker] % 2, f"the end of member {worker} was reported, and is lost"
+        for worker, client in self.clients.items():
+            told = {c.worker: c for c in self.reported[worker]}
+            for other, number in enumerate(view):
+                if other in told:
+                    change = told[other]
+                    assert (change.incarnation, change.joined) == (number // 2, number % 2 == 0)
+                else:
+                    assert number == self.views[worker][other], f"member {worker} is not told"
 
-
-__all__ = ["Members", "merge_views"]

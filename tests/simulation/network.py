@@ -76,6 +76,10 @@ class Network:
         until = self.world.now + fault.seconds
         self.cut_until[pair] = max(until, self.cut_until.get(pair, 0.0))
 
+    def info(self, session: int, classes: int, limits: Limits) -> PeerInfo:
+        ports = ((1,) * classes,) * self.interfaces
+        return PeerInfo(self.host, session, "2", True, ports, limits.message, limits.window)
+
     def open_mailbox(
         self,
         store: Any,
@@ -97,10 +101,7 @@ class Network:
         limits = limits or Limits()
         deadline = self.world.now + seconds
         self._sessions += 1
-        info = PeerInfo(
-            self.host, self._sessions, "2", encrypted,
-            ((1,) * classes,) * self.interfaces, limits.message, limits.window,
-        )  # fmt: skip
+        info = self.info(self._sessions, classes, limits)
         silence = NEVER if tolerate_silence else limits.silence
         box = SimulatedMailbox(self, number, namespace, info, limits, silence, classes, name)
         store.set(store_key(namespace, number, incarnation), info.to_json())
@@ -497,6 +498,7 @@ class StoreHandle:
     def _reach(self, seconds: float = 5.0) -> bool:
         """Take a while; whether the store is reached in time."""
         store, world = self._store, self._world
+        world.step()
         if store.chance.random() < 0.3:
             world.sleep(store.chance.random() ** 3 * 0.1)
         until = store.down_until.get(self._process.number, 0.0)

@@ -23,10 +23,11 @@ class Failed(AssertionError):
 def machines() -> dict[str, Any]:
     """Return the machines by name."""
     from simulation.groups import Groups
+    from simulation.members import Members
     from simulation.servers import Servers
     from simulation.staleness import Staleness
 
-    return {machine.name: machine for machine in (Groups, Staleness, Servers)}
+    return {machine.name: machine for machine in (Groups, Staleness, Members, Servers)}
 
 
 def play(scenario: Scenario, log: Callable[[str], object] = lambda _: None) -> int:

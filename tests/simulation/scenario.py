@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -86,7 +87,6 @@ class FaultRates:
         pairs: those whose connections may be lost or cut.
         stop_s, cut_s, store_s: bounds of durations, in seconds; 0 for no such fault.
         until: the last fault begins before.
-        kills: at most so many processes are dead, or removed for being cut off, at a time.
     """
 
     processes: tuple[int, ...]
@@ -107,18 +107,21 @@ def draw_faults(rates: FaultRates, chance: random.Random, most: int) -> tuple[Fa
     kinds += ["stop"] * bool(rates.stop_s)
     kinds += ["cut"] * bool(rates.cut_s and rates.pairs)
     kinds += ["unstore"] * bool(rates.store_s)
-    faults, killed = [], set()
-    for _ in range(chance.randint(0, most) if kinds else 0):
-        at, kind = round(chance.uniform(0.0, rates.until), 3), chance.choice(kinds)
+    faults: list[Fault] = []
+    back: dict[int, float] = {}  # when a killed process lives again
+    count = chance.randint(0, most) if kinds else 0
+    for at in sorted(round(chance.uniform(0.0, rates.until), 3) for _ in range(count)):
+        kind = chance.choice(kinds)
         if kind == "kill":
-            left = [p for p in rates.killable if p not in killed]
+            left = [p for p in rates.killable if back.get(p, 0.0) < at]
             if len(left) <= 1:
                 continue
             who = chance.choice(left)
-            killed.add(who)
+            back[who] = math.inf
             faults.append(Fault(at, "kill", (who,)))
             if who in rates.startable and chance.random() < 0.8:
-                faults.append(Fault(round(at + chance.uniform(0.1, 30.0), 3), "start", (who,)))
+                back[who] = round(at + chance.choice([3.0, 30.0]) * chance.uniform(0.1, 1.0), 3)
+                faults.append(Fault(back[who], "start", (who,)))
         elif kind in ("reset", "cut"):
             seconds = round(_duration(chance, rates.cut_s), 3) if kind == "cut" else 0.0
             faults.append(Fault(at, kind, chance.choice(rates.pairs), seconds))

@@ -31,7 +31,10 @@ TIMEOUT_S = 20.0
 
 
 class Servers:
-    """Workers that push gradients and pull sums in any order; servers have the numbers after them."""
+    """Workers that push gradients and pull sums in any order.
+
+    The servers have the numbers after them; each ends with the worker that has started it.
+    """
 
     name = "servers"
 
@@ -77,7 +80,10 @@ class Servers:
         self.limit_s = MAX_WAIT_FACTOR * TIMEOUT_S + 60.0
         lasting = sum(fault.seconds + 2.0 for fault in scenario.faults)
         kinds = {fault.kind for fault in scenario.faults}
-        self.harmless = "kill" not in kinds and lasting < SILENT * TIMEOUT_S
+        # A connection that is not renewed for a second is that of a process that has ended.
+        self.harmless = kinds <= {"reset"} or (
+            kinds <= {"cut", "stop"} and lasting < SILENT * TIMEOUT_S
+        )
 
     def run(self) -> None:
         job = self.job
@@ -107,7 +113,7 @@ class Servers:
             Server(
                 self.open(number), job.workers, Aggregator(job.workers, 1 << 20), order=job.order,
                 timeout=TIMEOUT_S, classes=job.classes, clock=self.world.clock,
-            ).run()  # fmt: skip
+            ).run(lambda: self.world.processes[number % job.workers].alive)  # fmt: skip
         except (PeerError, RendezvousError) as error:
             self.note(error)
         self.world.end(self.world.current)

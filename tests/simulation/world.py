@@ -329,6 +329,7 @@ class Thread:
     def kill(self) -> None:
         if self.alive and self.greenlet.gr_frame is not None:
             before, self.world.thread = self.world.thread, self
+            self.greenlet.parent = greenlet.getcurrent()  # which continues when this one has ended
             try:
                 self.greenlet.throw(Killed)
             finally:
