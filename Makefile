@@ -6,6 +6,7 @@ MODEL ?= paced:resnet50@0.25
 STRATEGIES ?= ddp allreduce dear
 ITERATIONS ?= 30
 TESTS ?=
+ARGS ?= --help
 PYTHONS ?=
 
 BIN := .venv/bin
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-gpu test-streams wheel-test sanitize hostile fuzz lint format bench figures docs docs-test clean distclean
+.PHONY: help setup demo simulate test test-slow test-gpu test-streams wheel-test sanitize hostile fuzz lint format bench figures docs docs-test clean distclean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +59,9 @@ test-slow: $(READY) ## Run the tests that take long or belong to a figure, and a
 
 test-gpu: $(READY) ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+simulate: $(READY) ## Simulate a machine with faults, ARGS="groups --seed 7", or play a scenario of a file again
+	PYTHONPATH=tests $(BIN)/python -m simulation $(ARGS)
 
 test-streams: $(READY) ## Run the contract of strategies with 2,000 orders of an accelerator's streams
 	$(BIN)/python tools/streams.py --json out/streams.json

@@ -1,4 +1,4 @@
-"""Plays a scenario of a file again, or those of seeds: `python -m simulation --help`."""
+"""Simulates machines with the faults of seeds, or plays the scenario of a file again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from simulation.scenario import Scenario
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m simulation", description=__doc__,
-        epilog="examples: python -m simulation groups --seed 17 --log; "
-        "python -m simulation groups --steps 1000000; python -m simulation scenario.txt --log",
+        prog="make simulate", usage='make simulate ARGS="WHAT [options]"', description=__doc__,
+        epilog='examples: ARGS="groups --seed 17 --log"; ARGS="groups --steps 1000000"; '
+        'ARGS="/tmp/scenario.txt --log"',
     )  # fmt: skip
     parser.add_argument("what", help=f"a file with a scenario, or one of {', '.join(machines())}")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")

@@ -16,7 +16,7 @@ class Failed(AssertionError):
         self.scenario, self.cause = scenario, cause
         what = f"{type(cause).__name__}: {cause}"
         super().__init__(
-            f"{what}\n\nThe scenario, which `python -m simulation FILE` plays again:\n\n{scenario}"
+            f'{what}\n\nThe scenario, which `make simulate ARGS="FILE --log"` plays:\n\n{scenario}'
         )
 
 
