@@ -21,7 +21,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--steps", type=int, default=1, help="go on with further seeds until then")
     parser.add_argument("--log", action="store_true", help="print each fault and error")
-    parser.add_argument("--keep", action="store_true", help="do not make a failing scenario smaller")
+    parser.add_argument(
+        "--keep", action="store_true", help="do not make a failing scenario smaller"
+    )
     given = parser.parse_args()
     log = print if given.log else lambda _: None
     if given.what not in machines():

@@ -25,7 +25,9 @@ class Group:
     made: dict[int, int] = field(default_factory=dict)  # averages that a member has begun
     ended: set[tuple[int, int]] = field(default_factory=set)  # (average, member): it has the result
     broken: set[tuple[int, int]] = field(default_factory=set)  # it has lost the result
-    closed: dict[int, int] = field(default_factory=dict)  # members that have closed: because of whom
+    closed: dict[int, int] = field(
+        default_factory=dict
+    )  # members that have closed: because of whom
     causes: dict[int, int] = field(default_factory=dict)
     waiters: list[Wait] = field(default_factory=list)
 
@@ -63,7 +65,7 @@ class Averages:
         self.world.step()
 
     def close(self, group: Group, member: int, *, dead: bool) -> None:
-        """Close a member's connections; it has sent what the averages need that it has the result of.
+        """Close a member's connections; it has sent what the averages it has ended need.
 
         A process that ends may have unread bytes, and then the others may not get its last ones.
         """
@@ -75,9 +77,7 @@ class Averages:
                 continue
             whole = len(inputs) == len(group.members)
             for other in group.members:
-                if (number, other) not in group.ended and (
-                    not whole or self.chance.random() < 0.5
-                ):
+                if (number, other) not in group.ended and (not whole or self.chance.random() < 0.5):
                     group.broken.add((number, other))
         self.world.wake(group.waiters)
 

@@ -89,8 +89,7 @@ class Groups:
         world.on_start = self.start
         # A fault as short as these, and connections that are renewed, harm nobody.
         self.harmless = all(
-            fault.kind in ("reset", "unstore") and fault.seconds < 1.0
-            for fault in scenario.faults
+            fault.kind in ("reset", "unstore") and fault.seconds < 1.0 for fault in scenario.faults
         )
 
     def run(self) -> None:
@@ -263,10 +262,7 @@ class Trainer:
     def call(self, call: Call, what: str) -> None:
         with self.world.limited(self.groups.limit_s, what):
             reducer = self.leader or self.column
-            if call == Call.STEP:
-                work = self.client.step
-            else:
-                work = self.client.synchronize
+            work = self.client.step if call == Call.STEP else self.client.synchronize
             if self.leader is None:
                 work(reducer)
             else:

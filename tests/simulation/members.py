@@ -119,7 +119,8 @@ class Members:
                     self.joining.discard(worker)
         except (RendezvousError, RuntimeError) as error:
             world.log(f"{world.now:10.3f} {error}")
-            assert "another process" not in str(error) or incarnation, error
+            found = "another process" in str(error) and not incarnation
+            assert not found, "another process has the rank of the first one"
             world.end(process)
             return
         changed = membership.threading.Event()
@@ -173,7 +174,7 @@ class Members:
         dead = [w for w, process in self.world.processes.items() if not process.alive]
         for worker in dead if self.clients else ():
             assert view[worker] % 2, f"the end of member {worker} was reported, and is lost"
-        for worker, client in self.clients.items():
+        for worker in self.clients:
             told = {c.worker: c for c in self.reported[worker]}
             for other, number in enumerate(view):
                 if other in told:
@@ -181,4 +182,3 @@ class Members:
                     assert (change.incarnation, change.joined) == (number // 2, number % 2 == 0)
                 else:
                     assert number == self.views[worker][other], f"member {worker} is not told"
-

@@ -1,4 +1,4 @@
-"""Mailboxes and a store in virtual time, for `virtual`: the real endpoints on simulated connections.
+"""Mailboxes and a store in virtual time: the real endpoints on simulated connections.
 
 A connection delivers in order, after any time; it may be lost with what is on its way, and is then
 renewed. Nothing passes between two processes that are cut off from each other: it waits.
@@ -240,7 +240,7 @@ class SimulatedMailbox:
     @property
     def lost(self) -> Mapping[int, str]:
         lost = self.end.lost
-        return {peer: f"has been silent for {self._limits.silence:g} s" for peer in lost}
+        return dict.fromkeys(lost, f"has been silent for {self._limits.silence:g} s")
 
     @property
     def left(self) -> frozenset[int]:
@@ -380,7 +380,11 @@ class SimulatedMailbox:
         self._check_open()
         if peer not in self._wanted:
             raise UsageError(f"{self._me}: {self.name(peer)} is no peer of this mailbox")
-        return peer, self.interfaces(peer)[0] if interface is None else interface, self._classes - 1 if urgency is None else urgency
+        return (
+            peer,
+            self.interfaces(peer)[0] if interface is None else interface,
+            self._classes - 1 if urgency is None else urgency,
+        )
 
     def _check(self, peer: int) -> None:
         if peer in self.lost:

@@ -1,4 +1,4 @@
-"""Parameter servers and their clients: every worker has every sum, or learns that it will not come."""
+"""Parameter servers and clients: each worker has each sum, or an error in time."""
 
 from __future__ import annotations
 
@@ -138,11 +138,20 @@ class Servers:
             client.start()
             self.train(rank, client)
             client.close()
+            self.await_servers(rank)
         except (PeerError, RendezvousError) as error:
             self.note(error)
             if client is not None:
                 client.close(quick=True)
         self.world.end(self.world.current)
+
+    def await_servers(self, rank: int) -> None:
+        """Wait until the servers that a worker has started have ended, as `Service.close` does."""
+        numbers = range(self.job.workers, self.job.workers + self.job.servers)
+        own = [number for number in numbers if number % self.job.workers == rank]
+        deadline = self.world.now + self.limit_s
+        while any(self.world.processes[n].alive for n in own) and self.world.now < deadline:
+            self.world.sleep(0.1)
 
     def train(self, rank: int, client: Client) -> None:
         job, world = self.job, self.world

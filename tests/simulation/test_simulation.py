@@ -1,4 +1,4 @@
-"""The real state machines in virtual time, with faults from a seed: see docs/developers/simulation."""
+"""The real state machines in virtual time, with faults from a seed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_scenario_read_back_from_its_text_makes_the_same_steps(machine: str) -> 
 
 
 def test_scenario_is_text_with_one_fault_a_line() -> None:
-    faults = (Fault(0.5, "kill", (1,)), Fault(2.25, "cut", (0, 2), 1.5), Fault(3.0, "reset", (0, 1)))
+    kill, cut = Fault(0.5, "kill", (1,)), Fault(2.25, "cut", (0, 2), 1.5)
+    faults = (kill, cut, Fault(3.0, "reset", (0, 1)))
     scenario = Scenario("groups", 7, (("hosts", "0,0,1"),), faults)
     assert str(scenario) == (
         "machine groups\nseed 7\nhosts 0,0,1\n0.500 kill 1\n2.250 cut 0 2 1.500\n3.000 reset 0 1\n"

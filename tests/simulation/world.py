@@ -93,9 +93,7 @@ class World:
         self._limits: dict[int, tuple[float, Process, str]] = {}
         self.on_start: Callable[[int, int], object] = lambda _number, _incarnation: None
         self.on_fault: dict[str, Callable[[Fault], object]] = {}
-        self.fault_ends = max(
-            (fault.at + fault.seconds for fault in scenario.faults), default=0.0
-        )
+        self.fault_ends = max((fault.at + fault.seconds for fault in scenario.faults), default=0.0)
         for fault in scenario.faults:
             self.at(fault.at, self._inject, fault)
 
@@ -265,7 +263,7 @@ class World:
 
     @contextlib.contextmanager
     def limited(self, seconds: float, what: str) -> Iterator[None]:
-        """Fail if this takes the running thread more than ``seconds`` in which it is not stopped."""
+        """Fail if this takes the running thread more than ``seconds``; stops do not count."""
         process, number = self.current, next(self._count)
         self._limits[number] = self.now, process, what
         self.after(seconds, self._check_limit, number, seconds, process.suspended_s)
@@ -345,10 +343,13 @@ class Thread:
 
 
 class Lock:
-    """A lock that its owner may take again, and its condition: `threading.Condition`."""
+    """`threading.Lock`, and with ``again``, so that its owner may take it again, `RLock`.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    It is its own `threading.Condition` too.
+    """
+
+    def __init__(self, world: World, *, again: bool = True) -> None:
+        self._world, self._again = world, again
         self._owner: object = None
         self._depth = 0
         self._queue: list[Wait] = []
@@ -356,7 +357,7 @@ class Lock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         me = self._world.thread or self._world
-        while self._owner is not None and self._owner is not me:
+        while self._owner is not None and not (self._again and self._owner is me):
             if not blocking or not self._world.block(
                 self._queue, timeout if timeout >= 0 else math.inf
             ):
@@ -450,11 +451,12 @@ def virtual(world: World, modules: list[ModuleType], **others: Any) -> Iterator[
     )
     threads = SimpleNamespace(
         Thread=lambda target=None, **options: Thread(world, target, **options),
-        Lock=lambda: Lock(world),
+        Lock=lambda: Lock(world, again=False),
         RLock=lambda: Lock(world),
         Condition=lambda lock=None: Lock(world),
         Event=lambda: Event(world),
         current_thread=lambda: world.thread,
+        get_ident=lambda: id(world.thread),
     )
     names = {
         "time": time_s,
