@@ -673,6 +673,17 @@ def test_rejoined_worker_does_not_count_as_failed_because_of_its_former_process(
     assert 2 in rig.generator
 
 
+def test_rejoined_worker_without_a_state_has_no_other_model_than_a_survivor() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    rig.box.left.add(1)
+    restart(rig, 2, object())
+    rig.received(0)
+    rig.send(0, Synchronize())
+    told = {each.worker: each.reason for each in rig.received(0) if isinstance(each, Removed)}
+    assert told == {1: Reason.LEFT, 2: Reason.DIED}
+
+
 def test_rejoin_with_other_options_is_ignored() -> None:
     rig = Rig()
     assert not restart(rig, 2, OTHER_OPTIONS)._acknowledgements

@@ -126,6 +126,7 @@ class ConnectionCache:
 class _Worker:
     requests: int = 0
     gone: bool = False  # sends no more messages
+    returned: bool = False  # the process was started again, and is not active yet
     silent: bool = False  # sends no messages, but may again
     stale: bool = False  # was silent, and has not copied a state since
     behind: bool = False  # groups have continued without it
@@ -259,6 +260,7 @@ class GroupService(Actor):
     def _add(self, worker: int, *, at_once: bool = False) -> None:
         if worker not in self._generator:
             self._generator.add(worker, at_once=at_once)
+            self._workers[worker].returned = False
             for other in range(len(self._workers)):
                 self._send(other, Added(worker))
 
@@ -353,13 +355,14 @@ class GroupService(Actor):
 
     def _connect(self, worker: int, info: PeerInfo) -> bool:
         """Connect to a restarted worker. Its first request makes it active."""
+        self._workers[worker].returned = True
         self._remove_for_good(worker)  # the loss of the old process may not be detected yet
         try:
             self.mailbox.join(worker, info)
         except UsageError:
             return False  # Its mailbox has other options. Its own wait times out.
         self.replaced(worker)
-        self._workers[worker] = _Worker(behind=self._workers[worker].behind)
+        self._workers[worker] = _Worker(returned=True, behind=self._workers[worker].behind)
         self._send_inactive(worker)
         return True
 
@@ -406,7 +409,9 @@ class GroupService(Actor):
         if worker in self.mailbox.unconnected():
             return Reason.DIED
         state = self._workers[worker]
-        return Reason.SILENT if state.silent or state.stale else Reason.LATE
+        if state.silent or state.stale:
+            return Reason.SILENT
+        return Reason.DIED if state.returned else Reason.LATE
 
     def _send(self, worker: int, message: Any) -> bool:
         """Send a message without blocking; return whether the worker can be sent anything."""
