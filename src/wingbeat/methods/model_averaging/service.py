@@ -324,7 +324,8 @@ class GroupService(Actor):
                 if len(run.members) == 1:
                     self._send_inactive(run.members[0])  # with the reasons as known by now
                 for worker, state in enumerate(self._workers):
-                    state.missed |= worker not in self._generator
+                    if worker not in self._generator:  # the state that it copies may be of before
+                        state.missed, state.fetching = True, False
                     state.missed &= worker not in run.members
             for member in run.members:
                 close = tuple(self._connections.pop_closed(member))
