@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from simulation.world import Process, Wait, World
-from wingbeat.methods.model_averaging.client import ABANDONED, Arrival
+from wingbeat.methods.model_averaging.client import ABANDONED, STATIC_CONNECTIONS, Arrival
 from wingbeat.methods.model_averaging.generator import Run
 from wingbeat.methods.model_averaging.group_all_reduce import CHECK_S, GRACE_S, GracePeriod
 
@@ -52,7 +52,7 @@ class Averages:
         return number
 
     def _duration(self) -> float:
-        return 0.2 * self.chance.random() ** 2
+        return self.chance.choice([0.2, 0.2, 2.0]) * self.chance.random() ** 2
 
     def _end(self, group: Group, number: int, member: int) -> None:
         if (number, member) in group.broken:
@@ -90,6 +90,7 @@ class Column:
         finished: whether it has made its last step, of which the others learn with its part.
         all_finished: whether the members of the last average had; None before the first.
         applied: (connection, average) of each average that was applied.
+        groups: the numbers of their groups, which followers do not know.
     """
 
     def __init__(self, averages: Averages, process: Process, column: int, worker: int) -> None:
@@ -97,10 +98,11 @@ class Column:
         self._process, self._column, self._me = process, column, worker
         self.value = 0.0
         self.applied: list[tuple[int, int]] = []
+        self.groups: set[tuple[bool, int]] = set()
         self.finished = False
         self.all_finished: bool | None = None
         self._open: dict[int, Group] = {}
-        self._result: tuple[int, int, float, float, bool] | None = None
+        self._result: tuple[int, int, int, float, float, bool] | None = None
         process.at_end.append(self.close)
 
     def average(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
@@ -136,15 +138,19 @@ class Column:
         inputs = group.inputs[number]
         mean = sum(inputs[member][0] for member in group.members) / len(group.members)
         finished = all(inputs[member][1] for member in group.members)
-        self._result = connection, number, value, mean, finished
+        self._result = run.number, connection, number, value, mean, finished
         return None
 
     def apply(self) -> None:
         assert self._result is not None, "an average is applied that was not made, or twice"
-        connection, number, value, mean, self.all_finished = self._result
+        group, connection, number, value, mean, self.all_finished = self._result
         self._result = None
         assert self.value == value, "the model has changed while it was averaged"
         assert (connection, number) not in self.applied, "an average is applied twice"
+        key = connection >= STATIC_CONNECTIONS, group
+        if not self._column:
+            assert key not in self.groups, f"two averages of group {group} are applied"
+        self.groups.add(key)
         self.applied.append((connection, number))
         self.value = mean
 

@@ -30,6 +30,9 @@ MODULES = [
 TIMEOUT_S = 20.0
 """The timeout of `init`."""
 
+FOUND_S = 20.0
+"""Seconds for the others to continue after processes were killed."""
+
 ROOM = "groups"
 
 
@@ -52,7 +55,7 @@ class Groups:
             "hosts": ",".join(map(str, hosts)),
             "policy": chance.choice(["smart", "paper", "random", "buffered", "divided", "all"]),
             "ranks": str(chance.choice([1, 1, 2, 3])),
-            "steps": str(chance.randint(5, 40)),
+            "steps": str(chance.randint(4, 12)),
             "synchronize": str(chance.choice([0, 3, 7])),
             "copies": str(int(chance.random() < 0.3)),
         }
@@ -66,7 +69,7 @@ class Groups:
             cut_s=12.0,
             store_s=3.0,
         )
-        faults = draw_faults(rates, chance, 6)
+        faults = draw_faults(rates, chance, 8)
         return Scenario("groups", seed, tuple(options.items()), faults)
 
     def __init__(self, scenario: Scenario, world: World) -> None:
@@ -87,6 +90,9 @@ class Groups:
         self.pending: set[int] = set()
         self.limit_s = MAX_WAIT_FACTOR * TIMEOUT_S + 60.0
         world.on_start = self.start
+        self.kills_only = scenario.kills_only and all(
+            fault.where != (self.workers,) for fault in scenario.faults if fault.kind == "kill"
+        )
         # A fault as short as these, and connections that are renewed, harm nobody.
         self.harmless = all(
             fault.kind in ("reset", "unstore") and fault.seconds < 1.0 for fault in scenario.faults
@@ -144,6 +150,7 @@ class Groups:
             Trainer(self, process, worker, rank, incarnation).train()
         except (PeerError, RendezvousError) as error:
             self.note(f"worker {worker} rank {rank}", error)
+            self.check_may_fail(worker, incarnation, error)
         self.world.end(process)
 
     def note(self, who: str, error: Exception) -> None:
@@ -154,6 +161,15 @@ class Groups:
         self.errors.append(f"{who}: {text}")
 
     # -- invariants -----------------------------------------------------------------------
+
+    def check_may_fail(self, worker: int, incarnation: int, error: Exception) -> None:
+        """If processes are killed and nothing else, a replica fails only with its leader.
+
+        Or it has returned when the others have finished, or none of them has a state.
+        """
+        if self.kills_only and (worker, incarnation) not in self.world.killed:
+            late = incarnation and (self.final or "no other worker is active" in str(error))
+            assert late, f"worker {worker}.{incarnation} was not killed: {error}"
 
     def record(self, trainer: Trainer) -> None:
         """Compare what the ranks of a replica have done: all the same, in the same order."""
@@ -260,7 +276,9 @@ class Trainer:
         self.syncs += 1
 
     def call(self, call: Call, what: str) -> None:
-        with self.world.limited(self.groups.limit_s, what):
+        # Others synchronize, and are awaited, only after steps of their own.
+        step = call == Call.STEP and self.groups.kills_only
+        with self.world.limited(FOUND_S if step else self.groups.limit_s, what):
             reducer = self.leader or self.column
             work = self.client.step if call == Call.STEP else self.client.synchronize
             if self.leader is None:

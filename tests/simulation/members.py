@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 from typing import Any
 
@@ -61,8 +63,9 @@ class Members:
         world.on_start = self.start
         world.check = self.check
         self._entries = MembershipLog(self.members)
-        for _ in range(int(options["wrong"])):
-            at = self.chance.uniform(1.0, self.seconds)
+        self.wrong = int(options["wrong"])
+        for _ in range(self.wrong):
+            at = 5.0 * round(self.chance.uniform(1.0, self.seconds) / 5.0)  # as `ended`
             world.at(at, self.report, self.chance.randrange(self.members))
 
     def run(self) -> None:
@@ -79,10 +82,11 @@ class Members:
             process.at_end.append(lambda: self.ended(worker))
 
     def ended(self, worker: int) -> None:
-        """Let one of the others find out, at any time."""
+        """Let the others find out, of all that have ended in the last seconds at once."""
         self.clients.pop(worker, None)
         self.joining.discard(worker)
-        self.world.after(1.0 + 5.0 * self.chance.random(), self.report_end, worker)
+        found_at = 5.0 * math.ceil(self.world.now / 5.0 + 0.2)
+        self.world.at(found_at + 0.01 * self.chance.random(), self.report_end, worker)
 
     def report_end(self, worker: int) -> None:
         """Let a member report the end of a dead process, until the log has it."""
@@ -92,18 +96,18 @@ class Members:
             self.world.after(5.0, self.report_end, worker)
 
     def report(self, worker: int) -> None:
-        """Let a member report the end of another, which may be alive."""
+        """Let members report the end of another, which may be alive, at about the same time."""
         others = [
             m for m in self.clients if m != worker and self.world.processes[m].state == "running"
         ]
         if not others:
             return
-        author = self.chance.choice(others)
-        client = self.clients[author]
-        view = without_worker(client.log.view, worker)
-        with self.world.inside(self.world.processes[author]):
-            client.propose(view)
-        self.proposed.append((client, view))
+        for author in self.chance.sample(others, self.chance.randint(1, len(others))):
+            client = self.clients[author]
+            view = without_worker(client.log.view, worker)
+            with self.world.inside(self.world.processes[author]):
+                client.propose(view)
+            self.proposed.append((client, view))
 
     def main(self, worker: int, incarnation: int) -> None:
         world, process = self.world, self.world.current
@@ -115,10 +119,13 @@ class Members:
                 store.set(store_key("log", worker, life), self.info)
                 if life:
                     self.joining.add(worker)
-                    client.announce(life, JOIN_S)
+                    for other in client.announce(life, JOIN_S):
+                        found = [(c.worker, c.incarnation) for c in self.reported.get(other, ())]
+                        assert (worker, life) in found, f"{other} has not accepted {worker}"
                     self.joining.discard(worker)
         except (RendezvousError, RuntimeError) as error:
             world.log(f"{world.now:10.3f} {error}")
+            self.check_may_fail(worker, error)
             found = "another process" in str(error) and not incarnation
             assert not found, "another process has the rank of the first one"
             world.end(process)
@@ -140,6 +147,11 @@ class Members:
                 if change.joined and change.peer_info is not None:
                     client.acknowledge(change.worker, change.incarnation)
 
+    def check_may_fail(self, worker: int, error: Exception) -> None:
+        """If processes are killed and nothing else, they join again unless no other is alive."""
+        if self.world.scenario.kills_only and not self.wrong:
+            assert not set(self.clients) - {worker}, f"member {worker} cannot join: {error}"
+
     def start_view(self, client: MembershipClient) -> View:
         """Return what a member knows before it is told of changes."""
         return client.log.view
@@ -153,6 +165,10 @@ class Members:
             before = entries.view
             entries.append(text)
             assert covers(entries.view, before), "numbers of the log have fallen"
+            assert entries.view != before, f"an entry has nothing new: {text}"
+            author = json.loads(text)[0]  # which has read all entries before
+            ended = before[author] % 2 and entries.view[author] % 2
+            assert not ended, f"member {author} writes after its end"
         for worker, client in self.clients.items():
             log = client.log
             assert log.length <= entries.length

@@ -23,6 +23,10 @@ not reach the store.
 """
 
 
+CONNECTED_S = 3.0
+"""Seconds in which all processes have connected if nothing prevents them."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """Something that happens at a time, in seconds from the beginning."""
@@ -72,6 +76,19 @@ class Scenario:
         machine, seed = words.pop("machine"), int(words.pop("seed"))
         return Scenario(machine, seed, tuple(words.items()), tuple(faults))
 
+    @property
+    def kills_only(self) -> bool:
+        """Whether processes are at most killed and started, beside what no process may notice.
+
+        None of them while it connects.
+        """
+        return all(
+            (fault.kind == "kill" and fault.at >= CONNECTED_S)
+            or fault.kind in ("start", "reset")
+            or (fault.kind == "unstore" and fault.seconds < 1.0)
+            for fault in self.faults
+        )
+
     def with_faults(self, faults: Iterable[Fault]) -> Scenario:
         return replace(self, faults=tuple(faults))
 
@@ -101,7 +118,11 @@ class FaultRates:
 
 
 def draw_faults(rates: FaultRates, chance: random.Random, most: int) -> tuple[Fault, ...]:
-    """Draw up to ``most`` faults."""
+    """Draw up to ``most`` faults; every second time, only those of `Scenario.kills_only`."""
+    since = 0.0
+    if rates.killable and chance.random() < 0.5:
+        rates = replace(rates, stop_s=0.0, cut_s=0.0, store_s=min(rates.store_s, 0.9))
+        since = CONNECTED_S
     kinds = ["reset"] * bool(rates.resets and rates.pairs)
     kinds += ["kill"] * bool(rates.killable)
     kinds += ["stop"] * bool(rates.stop_s)
@@ -110,7 +131,7 @@ def draw_faults(rates: FaultRates, chance: random.Random, most: int) -> tuple[Fa
     faults: list[Fault] = []
     back: dict[int, float] = {}  # when a killed process lives again
     count = chance.randint(0, most) if kinds else 0
-    for at in sorted(round(chance.uniform(0.0, rates.until), 3) for _ in range(count)):
+    for at in sorted(round(chance.uniform(since, since + rates.until), 3) for _ in range(count)):
         kind = chance.choice(kinds)
         if kind == "kill":
             left = [p for p in rates.killable if back.get(p, 0.0) < at]

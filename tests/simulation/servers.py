@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures._base as futures
 import itertools
+import math
 import random
 
 import numpy as np
@@ -43,14 +44,14 @@ class Servers:
         chance = random.Random(f"servers {seed}")
         job = Job.drawn(random.Random(f"job {seed}"))
         options = {
-            "rounds": str(chance.choice([2, 5, 20])),
+            "rounds": str(chance.choice([2, 4, 8])),
             "window": str(chance.choice([0, 0, 300, 2000])),
         }
         processes = tuple(range(job.workers + job.servers))
         pairs = tuple(itertools.product(range(job.workers), processes[job.workers :]))
-        kills = chance.random() < 0.2
+        kills = chance.random() < 0.7
         rates = FaultRates(
-            processes=processes, pairs=pairs, until=3.0 * int(options["rounds"]),
+            processes=processes, pairs=pairs, until=1.5 * int(options["rounds"]),
             killable=processes if kills else (), stop_s=25.0 if kills else 6.0,
             cut_s=25.0 if kills else 6.0,
         )  # fmt: skip
@@ -75,8 +76,11 @@ class Servers:
             for n in job.sizes
         ]
         self.checked = 0
+        self.finished: dict[int, float] = {}  # when a worker had all sums
         self.pending: set[int] = set()
         self.errors: list[str] = []
+        # A turn of a worker, and seconds in which the end of a process is found and reported.
+        self.detected_s = 1.2 * len(job.sizes) + 5.0
         self.limit_s = MAX_WAIT_FACTOR * TIMEOUT_S + 60.0
         lasting = sum(fault.seconds + 2.0 for fault in scenario.faults)
         kinds = {fault.kind for fault in scenario.faults}
@@ -120,9 +124,23 @@ class Servers:
 
     def note(self, error: Exception) -> None:
         self.world.log(f"{self.world.now:10.3f} {error}")
+        if self.world.scenario.kills_only:
+            self.check_cause(error)
         for wrong in ("malformed", "unexpected message", "Error:"):
             assert wrong not in str(error), error
         self.errors.append(str(error))
+
+    def check_cause(self, error: Exception) -> None:
+        """An error comes soon after a process was killed, and names one that has ended."""
+        never = math.inf
+        at = [t for (n, _), t in self.world.killed.items() if t < self.finished.get(n, never)]
+        assert at, f"nothing was killed: {error}"
+        seconds = self.world.now - min(at)
+        assert seconds <= self.detected_s, f"{seconds:g} s after a process was killed: {error}"
+        ended = [number for number, process in self.world.processes.items() if not process.alive]
+        what = str(error).partition(": ")[2]
+        named = [n for n in ended if f"rank {n} " in what or f"process {n} " in what]
+        assert named or "the worker that started this server has ended" in what, error
 
     def worker(self, rank: int) -> None:
         job = self.job
@@ -137,6 +155,7 @@ class Servers:
             )  # fmt: skip
             client.start()
             self.train(rank, client)
+            self.finished[rank] = self.world.now
             client.close()
             self.await_servers(rank)
         except (PeerError, RendezvousError) as error:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from types import SimpleNamespace
+from typing import Any
 
 from helpers.communication import NumericReplica, combine, pack
 from helpers.staleness_simulation import gradient
 from simulation.network import Network, SimulatedStore, detectors
 from simulation.scenario import FaultRates, Scenario, draw_faults
-from simulation.world import World, virtual
+from simulation.world import Process, World, virtual
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.methods.bounded_staleness import communication as communication_module
 from wingbeat.methods.bounded_staleness import membership as monitor
@@ -23,12 +24,15 @@ from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.transport import actor, failures, membership
 from wingbeat.transport.failures import MAX_WAIT_FACTOR
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES, Limits
-from wingbeat_lab.audit import audit
+from wingbeat_lab.audit import audit, read_journal
 
 MODULES = [actor, communication_module, failures, membership, monitor, streams]
 
 TIMEOUT_S = 20.0
 """The timeout of `init`."""
+
+FOUND_S = 30.0
+"""Seconds for the others to continue after processes were killed."""
 
 LIMITS = Limits(message=1000, window=1000 + MAX_HEADER_BYTES + 6000)
 
@@ -50,7 +54,7 @@ class Staleness:
             "s": chance.choice(["0", "1", "2", "4", "none"]),
             "p": str(chance.randint(1, colayers)),
             "colayers": str(colayers),
-            "iterations": str(chance.randint(3, 15)),
+            "iterations": str(chance.randint(3, 8)),
             "drain": str(chance.choice([0, 0, 3])),
         }
         pairs = tuple(itertools.combinations(range(workers), 2))
@@ -101,10 +105,28 @@ class Staleness:
         if self.lines:  # somebody has joined
             found = audit(self.lines.values())
             assert not found.findings, found.findings
+        for worker, state in self.final.items():
+            assert state == self.expected(worker), f"worker {worker} has other weights"
         assert len(set(self.final.values())) <= 1, "weights differ after the drain"
         if self.harmless:
             assert not self.errors, self.errors
             assert len(self.final) == self.workers
+
+    def expected(self, worker: int) -> bytes:
+        """Return the weights after the rounds of the journals, applied one after the other."""
+        records = [read_journal(lines) for lines in self.lines.values()]
+        own = next(each for each in reversed(records) if each.rank == worker and each.complete)
+        # A round that only dead workers had applied counts if it was pulled from them.
+        records.sort(key=lambda each: (each.complete, each.at))
+        rounds = {number: parts for each in records for number, parts in each.rounds.items()}
+        replica = NumericReplica(self.workers, self.bound.colayers)
+        for number in range(own.at):
+            for z, q in itertools.product(range(self.bound.colayers), range(self.workers)):
+                entries = rounds[number].get((z, q), [])
+                total = combine(z, q, {(t, w): pack(gradient(w, t, z, q)) for t, w in entries})
+                part: Any = SimpleNamespace(payload=total, colayer=z, piece=q)
+                replica.apply_round([part])
+        return replica.state_bytes()
 
     def start(self, worker: int, incarnation: int) -> None:
         if self.final or worker >= self.workers:  # the training of the others is over
@@ -119,11 +141,21 @@ class Staleness:
             self.train(rank)
         except (PeerError, RendezvousError) as error:
             self.world.log(f"{self.world.now:10.3f} {error}")
+            self.check_may_fail(process, error)
             for wrong in ("malformed", "Error:", "a second process"):
                 found = wrong in str(error)
                 assert not found, f"worker {rank} has failed: {wrong}"
             self.errors.append(str(error))
         self.world.end(process)
+
+    def check_may_fail(self, process: Process, error: Exception) -> None:
+        """If processes are killed and nothing else, the others fail only without all parameters.
+
+        That is, if all that had applied a round were killed. Or they have returned too late.
+        """
+        if self.world.scenario.kills_only and "no remaining worker has all" not in str(error):
+            late = process.incarnation > 0 and bool(self.final)
+            assert late, f"{process} was not killed: {error}"
 
     def train(self, rank: int) -> None:
         world, process = self.world, self.world.current
@@ -161,6 +193,7 @@ class Staleness:
 
     def iterate(self, rank: int, thread: CommunicationThread, chance: random.Random) -> None:
         world, machine = self.world, thread.machine
+        limit_s = FOUND_S if world.scenario.kills_only else self.limit_s
         speed, drained = chance.choice([0.05, 0.2, 0.2, 0.5]), 0
 
         def entered() -> int | None:
@@ -170,7 +203,7 @@ class Staleness:
             return thread.try_begin_iteration()
 
         while True:
-            with world.limited(self.limit_s, "the wait for an iteration"):
+            with world.limited(limit_s, "the wait for an iteration"):
                 at = thread._wait_for(entered, "cannot begin the next iteration")
             if at < 0:
                 return

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from simulation.play import Failed, machines, play, play_or_shrink, play_steps, shrink
+from simulation.mutants import MUTANTS, Mutant
+from simulation.play import (
+    Failed,
+    failure,
+    machines,
+    play,
+    play_or_shrink,
+    play_steps,
+    scenarios,
+    shrink,
+)
 from simulation.scenario import Fault, FaultRates, Scenario, draw_faults
 from simulation.world import Lock, Thread, World
 
@@ -16,6 +26,10 @@ SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
 SHORT, LONG = 4_000, 100_000
 """Steps of a machine in `make test`, and of each of the ten blocks in `make test-slow`."""
+
+
+SCENARIOS_OF_A_MUTANT = 200
+"""At most as many are played until one fails."""
 
 
 @pytest.mark.parametrize("machine", machines())
@@ -47,6 +61,26 @@ def test_scenario_read_back_from_its_text_makes_the_same_steps(machine: str) -> 
     steps = [play(scenario, logs[0].append), play(Scenario.parse(str(scenario)), logs[1].append)]
     assert steps[0] == steps[1]
     assert logs[0] == logs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_mistake_in_a_state_machine_is_found(mutant: Mutant) -> None:
+    drawn = scenarios(mutant.machine)
+    with mutant.applied():
+        assert any(failure(next(drawn)) for _ in range(SCENARIOS_OF_A_MUTANT))
+
+
+def test_printed_scenario_fails_again_as_long_as_the_mistake_is_there() -> None:
+    mutant = next(each for each in MUTANTS if each.new == "self._pulls.get(key, ())")
+    with mutant.applied():
+        with pytest.raises(Failed, match="requested slice") as failed:
+            play_steps(mutant.machine, LONG)
+        printed = Scenario.parse(str(failed.value).partition("plays:\n\n")[2])
+        with pytest.raises(AssertionError, match="requested slice"):
+            play(printed)
+    assert play(printed)
 
 
 def test_scenario_is_text_with_one_fault_a_line() -> None:

@@ -76,6 +76,7 @@ class World:
             ended by its timeout is not counted.
         thread: the thread that runs; None between two events.
         check: called after each step.
+        killed: when processes were killed by a fault, by number and incarnation.
         faults_over: the time from which on there are no faults.
     """
 
@@ -86,6 +87,7 @@ class World:
         self.processes: dict[int, Process] = {}
         self.thread: Thread | None = None
         self.check: Callable[[], object] = lambda: None
+        self.killed: dict[tuple[int, int], float] = {}
         self._agenda: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._count = itertools.count()
         self._hub = greenlet.getcurrent()
@@ -191,6 +193,7 @@ class World:
         elif process is None or not process.alive:
             pass
         elif fault.kind == "kill":
+            self.killed[process.number, process.incarnation] = self.now
             self.end(process)
         elif fault.kind == "stop" and process.state == "running":
             process.state = "stopped"
