@@ -52,7 +52,7 @@ class Averages:
         return number
 
     def _duration(self) -> float:
-        return self.chance.choice([0.2, 0.2, 2.0]) * self.chance.random() ** 2
+        return self.chance.choice([0.2, 0.2, 1.0]) * self.chance.random() ** 2
 
     def _end(self, group: Group, number: int, member: int) -> None:
         if (number, member) in group.broken:
