@@ -58,13 +58,6 @@ _SERVERS = "methods.parameter_server"
 _LOG = "transport.membership"
 
 MUTANTS = [
-    # A completed group is run again in its next epoch.
-    Mutant(
-        "groups",
-        f"{_GROUPS}.generator:Member.start",
-        "run.number <= self.last",
-        "run.number < self.last",
-    ),
     # Members of the next epoch wait for one that has completed the group.
     Mutant("groups", f"{_GROUPS}.generator:Generator._remove", "self._rerun(group, runs)", "pass"),
     # A dead member stays in groups, or is not removed.
@@ -138,6 +131,7 @@ MUTANTS = [
     Mutant("membership", f"{_LOG}:MembershipClient.next_incarnation", "// 2 + 1", "// 2"),
     # A failure is not found or reported.
     Mutant("servers", f"{_SERVERS}.client:Client.check", "in self.gone.items():", "in ():"),
+    Mutant("servers", f"{_SERVERS}.server:Server.check", "in self.gone.items():", "in ():"),
     # A sum has other gradients, another order, or is sent twice or never.
     Mutant("servers", f"{_SERVERS}.server:Server._push", "if not reply.queued:", "if True:"),
     Mutant(
