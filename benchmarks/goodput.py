@@ -10,9 +10,10 @@ each host, from a checkpoint. Rows ``torchft:ddp``, ``torchft:localsgd`` and ``t
 torchft's, with its lighthouse in place of the store (pip install 'wingbeat[torchft]');
 ``torchft:ddp-wrapper`` is its DistributedDataParallel in place of its Manager alone.
 
-Exit code 1 if a goal is missed: a goodput of 0.98 with averages, 0.95 under bounded staleness, and
-0.02 below what the checkpoint interval allows for exact strategies; all replicas have the same
-weights in the end, bit for bit; every replica is back; nothing is left. Root is needed for mounts.
+Exit code 1 if a goal is missed: a goodput of 0.98 with averages, 0.95 under bounded staleness,
+0.977 of exact strategies with min_replicas, and for others 0.02 below what the checkpoint interval
+allows; all replicas have the same weights in the end, bit for bit; every replica is back; nothing
+is left. Root is needed for mounts.
 """
 
 from __future__ import annotations
@@ -46,20 +47,23 @@ from wingbeat_lab.lab import kernel
 
 EXAMPLES = """examples:
   python benchmarks/goodput.py --json out/goodput.json          (9 rows, 10 hours)
-  python benchmarks/goodput.py --strategies diloco:every=30 torchft:diloco --minutes 10 --faults 20
+  python benchmarks/goodput.py --strategies diloco:every=10 torchft:diloco --minutes 10 --faults 20
   python benchmarks/goodput.py --strategies ripples --minutes 2 --replicas 4 --faults 5
   python benchmarks/goodput.py --strategies localsgd:every=8 --kinds kill stop cut
   python benchmarks/goodput.py --schedule                       (print it, and run nothing)
 """
 ROWS = [
-    "diloco:every=30", "localsgd:every=8", "ripples", "canary", "dear:plan=fixed", "allreduce",
+    "diloco:every=10,delay=5,quorum=12", "localsgd:every=8,overlap=true,quorum=12", "ripples",
+    "canary", "allreduce:min_replicas=8", "dear:plan=fixed",
     "torchft:diloco", "torchft:localsgd", "torchft:ddp",
 ]  # fmt: skip
-TORCHFT = {"diloco": 30, "localsgd": 8, "ddp": 1, "ddp-wrapper": 1}
+"""Averages do not wait for a stopped replica; torchft's interval is that of the row beside it."""
+TORCHFT = {"diloco": 10, "localsgd": 8, "ddp": 1, "ddp-wrapper": 1}
 """Rows of torchft, with their steps between two averages. ``ddp`` averages gradients by its
 `Manager`; ``ddp-wrapper`` by its `DistributedDataParallel`, which raises an AssertionError on all
 replicas if an all-reduce times out (0.2.0)."""
-GOALS = {"averaging": 0.98, "staleness": 0.95}
+GOALS = {"averaging": 0.98, "staleness": 0.95, "elastic": 0.977}
+"""Of exact training without a failed replica: what torchft's authors report of theirs."""
 MARGIN = 0.02
 """Allowed difference of an exact strategy's goodput to its bound."""
 
