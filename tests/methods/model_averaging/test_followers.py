@@ -14,7 +14,7 @@ import torch
 
 from helpers.columns import columns
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.model_averaging.client import ABANDONED, NO_INITIATOR, Arrival
+from wingbeat.methods.model_averaging.client import ABANDONED, NO_INITIATOR, Arrival, Client
 from wingbeat.methods.model_averaging.followers import (
     MESSAGES,
     Call,
@@ -268,7 +268,8 @@ def test_lost_rank_ends_its_replica_with_its_name_and_no_other() -> None:
                     session.step()
                 assert time.monotonic() - begun < 10.0
                 ended.set()
-                session._mailbox.abandon()
+                assert isinstance(session.client, Client)
+                session.client.mailbox.abandon()
                 return str(error.value)
             if rank < 2:  # a slow replica, for which the others wait
                 assert ended.wait(15.0), "the rank waits for the slow replica"

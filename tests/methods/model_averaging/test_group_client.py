@@ -558,7 +558,8 @@ def train(
     each: Callable[[int, Client], None],
 ) -> None:
     def one(worker: int) -> None:
-        mailbox, client = settings.client(store, worker)
+        client = settings.client(store, worker)
+        mailbox = client.mailbox
         try:
             each(worker, client)
         finally:

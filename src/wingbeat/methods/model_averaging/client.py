@@ -10,11 +10,13 @@ import enum
 import functools
 import json
 import logging
+import math
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from wingbeat.errors import PeerError
 from wingbeat.methods.model_averaging.generator import (
@@ -45,8 +47,11 @@ from wingbeat.transport.failures import WaitLog
 from wingbeat.transport.membership import MembershipClient, members
 from wingbeat.transport.messages.frames import Message
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.store import Store
+from wingbeat.transport.store import AtomicStore, Store
 from wingbeat.types import Layout
+
+if TYPE_CHECKING:
+    from wingbeat.methods.model_averaging.succession import GeneratorSearch
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +72,10 @@ _KEEPALIVE_S = 1.0  # between keepalive messages, whose loss shows that the gene
 _REFRESH_S = 0.5  # between checks of the status table while members are awaited
 _SYNC_CHECK_S = 0.05  # between checks of the status table during synchronization
 _PUBLISH_S = 1.0  # between two publications of a worker's status
+_SEARCH_S = 0.02  # between checks of the connection to the next generator
+
+CONNECT_S = 10.0
+"""Seconds for workers to connect to a generator that replaces another one."""
 
 _REASONS = {
     Reason.LATE: "took too long for a step, or for an average",
@@ -129,18 +138,23 @@ class Status(NamedTuple):
     """The progress of a worker. Its values only grow.
 
     Attributes:
-        rounds: the number of synchronizations that it has completed.
+        generation: the incarnation of the generator that it was connected to last.
+        rounds: the number of synchronizations that it has completed since.
         synchronizing: whether it waits for the next one, and makes no steps until then.
         steps: the number of its steps without a generator. A synchronization sets it to the maximum
             over all workers.
         failed: the number of the latest group that failed on it, whose connections it has closed;
             -1 for none.
+        former_rounds, former_steps: ``rounds`` and ``steps`` when it found this generator.
     """
 
+    generation: Steps = 0
     rounds: Steps = 0
     synchronizing: bool = False
     steps: Steps = 0
     failed: Annotated[int, Range(-1, 1 << 48)] = -1
+    former_rounds: Steps = 0
+    former_steps: Steps = 0
 
 
 _SUPPRESSED = contextlib.suppress(TimeoutError, RuntimeError, OSError)
@@ -154,7 +168,7 @@ class StatusTable:
     """
 
     def __init__(self, store: Store, room: str, workers: int, worker: int) -> None:
-        self._store, self._room, self._workers = store, room, workers
+        self._store, self._room, self._workers, self._worker = store, room, workers, worker
         self._membership = MembershipClient(store, room, worker, workers + 1)
         self._reading = threading.Lock()
 
@@ -178,21 +192,39 @@ class StatusTable:
         with self._reading, _SUPPRESSED:
             self._membership.end(worker, left=left)
 
-    def mark_fallback(self, worker: int, last: int) -> None:
-        """Mark that ``worker`` continues without the generator. No process can rejoin afterwards.
+    def mark_fallback(self, worker: int, last: int, generation: int = 0) -> None:
+        """Mark that ``worker`` continues without this incarnation of the generator.
 
         ``last`` is the last group that it has completed; it joins no later one.
         """
-        self._set(f"fallback/{worker}", str(last))
-        self.mark_lost(self._workers)
+        self._set(f"fallback/{generation}/{worker}", str(last))
+        self.end_generator(generation)
 
-    def fallbacks(self, workers: Iterable[int]) -> dict[int, int]:
+    def fallbacks(self, workers: Iterable[int], generation: int = 0) -> dict[int, int]:
         """Return the last group of each of ``workers`` that continues without the generator."""
         found = {}
         for worker in workers:
             with contextlib.suppress(ValueError):
-                found[worker] = int(self._get(f"fallback/{worker}"))
+                found[worker] = int(self._get(f"fallback/{generation}/{worker}"))
         return found
+
+    def generator(self) -> int:
+        """Return the generator's number in the log, as last read."""
+        self.lost()
+        return self._membership.log.view[self._workers]
+
+    def claim_generator(self, incarnation: int) -> bool | None:
+        """Claim the start of an incarnation of the generator; None if the store is unavailable."""
+        mine = f"{self._worker} {secrets.token_hex(8)}"
+        assert isinstance(self._store, AtomicStore), "stores of a job have claims"
+        with _SUPPRESSED:
+            return self._store.claim(f"{self._room}/generator/{incarnation}", mine) == mine
+        return None
+
+    def end_generator(self, incarnation: int) -> None:
+        """Log the end of an incarnation of the generator, unless there is a later one."""
+        with self._reading, _SUPPRESSED:
+            self._membership.end(self._workers, incarnation=incarnation)
 
     def lost(self) -> set[int]:
         """Return the workers that are permanently inactive."""
@@ -216,6 +248,10 @@ class StatusTable:
         return ""
 
 
+class GeneratorIsBack(Exception):
+    """Other workers have another generator, so a group of the static schedule fails."""
+
+
 class StaticClient:
     """Averages with the groups of a schedule known to all workers. Not thread-safe.
 
@@ -226,9 +262,12 @@ class StaticClient:
     A worker is lost after ``timeout`` seconds without a status change, or if it is in ``lost``.
     With ``everyone`` all workers are one group in each step, instead of the static schedule.
     ``is_running`` returns whether the process of a silent worker is known to run. ``name`` returns
-    the name of a worker in messages.
+    the name of a worker in messages. ``generation`` is the incarnation of the generator that was
+    lost; see `newer`.
 
     Attributes:
+        newer: up to this generation, workers of a later one do not end a call with
+            `GeneratorIsBack`.
         fallback: None; there is no generator that could be lost.
         lost_peers: the workers that this worker knows to be lost or to have left.
         silent: those of them that were silent while all others synchronized.
@@ -248,12 +287,14 @@ class StaticClient:
         lost: Collection[int] = (),
         is_running: Callable[[int], bool] = lambda _: False,
         name: Callable[[int], str] = "rank {}".format,
+        generation: int | None = None,
     ) -> None:
         self._worker, self._layout, self._timeout = worker, layout, timeout
         self._name, self._me = name, name(worker)
+        self.newer: float = math.inf if generation is None else generation
         self._table, self._everyone, self._is_running = table, everyone, is_running
         self._others = set(range(layout.workers)) - {worker}
-        self._status, self._published = Status(), Status()
+        self._status = self._published = Status(generation or 0)
         self._published_at = self._checked_at = time.monotonic()
         self._statuses: dict[int, Status] = {}
         self._connections: dict[tuple[int, ...], int] = {}  # by members: their first group's number
@@ -292,12 +333,19 @@ class StaticClient:
         self._status = self._status._replace(synchronizing=True)
         self._await_all()
         # All statuses are published before any worker continues.
-        known = [s.steps for worker, s in self._statuses.items() if worker not in self.lost_peers]
+        own = self._status.generation
+        known = [
+            s.steps
+            for worker, s in self._statuses.items()
+            if worker not in self.lost_peers and s.generation == own
+        ]
         last = max(self.steps, *known, 0)
         self._average(range(self._layout.workers), reducer, 2 * last + 1, keep=False)
         reducer.close()
         self._connections.clear()
-        self._status = Status(self._status.rounds + 1, False, last + 1, self._status.failed)
+        self._status = self._status._replace(
+            rounds=self._status.rounds + 1, synchronizing=False, steps=last + 1
+        )
         self._publish()
         if self._worker in self.lost_peers:
             text = f"the others have continued without {self._me}"
@@ -317,6 +365,12 @@ class StaticClient:
             self._statuses.get(w, Status()).rounds >= rounds for w in self._others
         )
 
+    def found_generator(self, generation: int) -> None:
+        """Publish that this worker has another generator."""
+        own = self._status
+        self._status = Status(generation, former_rounds=own.rounds, former_steps=own.steps)
+        self._publish()
+
     def leave(self, *, failed: bool = False) -> None:
         """Publish that this worker has left; ``failed`` if an exception ends it."""
         self._status = self._status._replace(synchronizing=True)  # it makes no more steps
@@ -328,6 +382,7 @@ class StaticClient:
     ) -> None:
         """Average with the available members of a group; ``keep`` its connections for the next."""
         while True:
+            self._check_generation()
             members = tuple(sorted(set(group) - self._unavailable() | {self._worker}))
             if len(members) == 1 or self._worker in self.lost_peers:
                 return
@@ -356,7 +411,8 @@ class StaticClient:
             return False
         if self._unavailable() & set(members):
             return True
-        others = (self._statuses.get(w, Status()) for w in members if w != self._worker)
+        statuses = (self._statuses.get(w, Status()) for w in members if w != self._worker)
+        others = [each for each in statuses if each.generation == self._status.generation]
         if first < number and any(status.failed >= first for status in others):
             return True  # A member has closed the kept connections, and opens new ones.
         if lost in (ABANDONED, self._worker):
@@ -376,10 +432,16 @@ class StaticClient:
             self.on_lost(worker)
             stream.happened("left", (worker,))
 
+    def _check_generation(self) -> None:
+        """Raise `GeneratorIsBack` if another worker has a generator that this one should find."""
+        others = [s.generation for w, s in self._statuses.items() if w not in self.lost_peers]
+        if max(others, default=0) > self.newer:
+            raise GeneratorIsBack
+
     def _unavailable(self) -> set[int]:
         """Return the workers that do not take part in this worker's current or next group."""
         own = self._status
-        values = 1 if own.synchronizing else 3  # the numbers of steps may differ then
+        values = 2 if own.synchronizing else 4  # the numbers of steps may differ then
         past = {w for w, status in self._statuses.items() if status[:values] > own[:values]}
         return (self.lost_peers | past) - {self._worker}
 
@@ -399,11 +461,17 @@ class StaticClient:
         return Arrival.IMPOSSIBLE if never else Arrival.DEPARTED
 
     def _stops_earlier(self, worker: int) -> bool:
-        """Whether ``worker`` synchronizes, after no more steps than this worker has made."""
+        """Whether ``worker`` takes no part in this worker's average.
+
+        It synchronizes, or has another generator, after no more steps than this worker has made.
+        """
         own, status = self._status, self._statuses.get(worker)
+        if status is not None and status.generation == own.generation + 1:
+            steps = 0 if own.synchronizing else status.former_steps
+            return (status.former_rounds, steps) <= (own.rounds, own.steps)
         if status is None or own.synchronizing or not status.synchronizing:
             return False
-        return status.rounds == own.rounds and status.steps <= own.steps
+        return status[:2] == own[:2] and status.steps <= own.steps
 
     def _refresh(self) -> None:
         self._statuses = self._table.statuses()
@@ -422,6 +490,7 @@ class StaticClient:
         while True:
             self.watch()
             self._refresh()
+            self._check_generation()
             if self._worker in self.lost_peers:
                 return
             if self._worker not in self._statuses:
@@ -443,7 +512,7 @@ class StaticClient:
         now, missing = time.monotonic(), []
         for worker in sorted(self._others - self.lost_peers):
             status = self._statuses.get(worker)
-            if status is not None and status[:2] >= self._status[:2]:
+            if status is not None and status[:3] >= self._status[:3]:
                 continue
             missing.append(worker)
             if worker not in since or since[worker][0] != status:
@@ -556,7 +625,13 @@ class Client:
     timeout. ``table`` and ``is_running`` (whether a worker's process is known to run) are used
     without a generator. ``name`` returns the name of a worker in messages.
 
+    Meanwhile ``search`` finds the next generator, which one of the workers starts; None: there is
+    none. This worker connects to it in a thread, and follows it from its next step on.
+    ``generation`` is the incarnation of the generator.
+
     Attributes:
+        mailbox: its connection to the generator, which the caller closes.
+        on_generation: called with the incarnation of a generator before its first group.
         fallback: why groups are made without the generator; None if they are not.
         excluded: whether groups have continued without this worker since it last synchronized, or
             copied a peer's state.
@@ -581,8 +656,15 @@ class Client:
         table: StatusTable,
         is_running: Callable[[int], bool] = lambda _: False,
         name: Callable[[int], str] = "rank {}".format,
+        *,
+        search: GeneratorSearch | None = None,
+        generation: int = 0,
     ) -> None:
+        self.mailbox = mailbox
         self._connection = GeneratorConnection(mailbox, name(worker), generator, timeout)
+        self._generator, self._search, self._generation = generator, search, generation
+        self._renewed = 0  # the last argument of `on_generation`
+        self.on_generation: Callable[[int], None] = lambda _: None
         self._worker, self._name, self._me = worker, name, name(worker)
         self._layout, self._rules, self._timeout = layout, rules, timeout
         self._table, self._is_running = table, is_running
@@ -618,8 +700,7 @@ class Client:
 
     def step(self, reducer: Reducer) -> None:
         """Take part in groups until the next step may begin."""
-        if not self._follow_generator(reducer, synchronize=False) and self._static is not None:
-            self._static.step(reducer)
+        self._take_part(reducer, synchronize=False)
 
     def synchronize(self, reducer: Reducer) -> None:
         """Average with all active workers, once all of them have called this.
@@ -628,9 +709,7 @@ class Client:
         left out. Afterwards all have the same parameters. Raises PeerError if the mean is of this
         worker alone, and others have another model.
         """
-        if not self._follow_generator(reducer, synchronize=True):
-            assert self._static is not None
-            self._static.synchronize(reducer)
+        if not self._take_part(reducer, synchronize=True):
             return
         # Others have no other model if all have died or left, none after one without this worker.
         alive = set(self._inactive.values()) - {Reason.DIED, Reason.LEFT}
@@ -643,6 +722,8 @@ class Client:
 
     def leave(self, *, failed: bool = False) -> None:
         """Publish that this worker has left, if there is no generator that detects it."""
+        if self._search is not None:
+            self._search.stop()
         if self._static is not None:
             self._static.leave(failed=failed)
 
@@ -657,6 +738,7 @@ class Client:
         """
         self._joins, self.excluded, self.stale, self._missed = join, False, False, False
         lost, deadline = -1, time.monotonic() + self._timeout
+        self._renew()
         self._fetching = True
         try:
             while True:
@@ -766,10 +848,28 @@ class Client:
 
     # -- groups ---------------------------------------------------------------------------
 
-    def _follow_generator(self, reducer: Reducer, *, synchronize: bool) -> bool:
-        """Request a group and average; return False without a generator and without an average."""
-        if self._static is not None:
+    def _take_part(self, reducer: Reducer, *, synchronize: bool) -> bool:
+        """Average with the groups of a step, or with all; return whether a generator made them."""
+        newer = 0
+        while not self._follow_generator(reducer, synchronize=synchronize, newer=newer):
+            static = self._static
+            assert static is not None, "without a generator groups follow the schedule"
+            try:
+                static.synchronize(reducer) if synchronize else static.step(reducer)
+            except GeneratorIsBack:
+                newer = self._generation + 1
+                continue
             return False
+        return True
+
+    def _follow_generator(self, reducer: Reducer, *, synchronize: bool, newer: int) -> bool:
+        """Request a group and average; return False without a generator and without an average.
+
+        ``newer`` is an incarnation of the generator that others have already, or 0.
+        """
+        if self._static is not None and not self._return(reducer, newer):
+            return False
+        self._renew()
         self._synchronizes = synchronize
         try:
             self._request()
@@ -837,7 +937,8 @@ class Client:
         if not self._connection.lost:
             return Arrival.POSSIBLE
         # A worker that falls back abandons its group.
-        lasts = self._table.fallbacks(set(run.members) - {self._worker}).values()
+        others = set(run.members) - {self._worker}
+        lasts = self._table.fallbacks(others, self._generation).values()
         return Arrival.IMPOSSIBLE if any(last < run.number for last in lasts) else Arrival.DEPARTED
 
     def _supersedes(self, message: Any, run: Run) -> bool:
@@ -849,21 +950,82 @@ class Client:
     def _fall_back(self, why: str, reducer: Reducer) -> None:
         self.fallback = why
         reducer.close()
-        everyone = self._rules.whole
         self._handle_received()
-        self._table.mark_fallback(self._worker, self._member.last)
+        self._table.mark_fallback(self._worker, self._member.last, self._generation)
         for worker, reason in self._inactive.items():
             # The other workers may not have detected the loss.
             self._table.mark_lost(worker, left=reason == Reason.LEFT)
-        self._static = StaticClient(
-            self._worker, self._layout, self._timeout, self._table,
-            everyone=everyone, lost=self._inactive, is_running=self._is_running,
-            name=self._name,
-        )  # fmt: skip
-        self._static.on_lost, self._static.watch = self.on_lost, self._connection.watch
+        self._make_static(self._inactive)
+        if self._search is not None:
+            self._search.begin()
         _log.warning(
-            "%s: the group generator is gone (%s); groups %s from now on",
+            "%s: the group generator is gone (%s); groups %s %s",
             self._me,
             why,
-            "contain all workers" if everyone else "follow the static schedule",
+            "contain all workers" if self._rules.whole else "follow the static schedule",
+            "from now on" if self._search is None else "until a worker has started another one",
+        )
+
+    def _make_static(self, lost: Collection[int]) -> None:
+        self._static = StaticClient(
+            self._worker, self._layout, self._timeout, self._table,
+            everyone=self._rules.whole, lost=lost, is_running=self._is_running,
+            name=self._name, generation=None if self._search is None else self._generation,
+        )  # fmt: skip
+        self._static.on_lost, self._static.watch = self.on_lost, self._connection.watch
+
+    def _renew(self) -> None:
+        if self._renewed != self._generation:
+            self._renewed = self._generation
+            self.on_generation(self._generation)
+
+    # -- the next generator ---------------------------------------------------------------
+
+    def _return(self, reducer: Reducer, newer: int) -> bool:
+        """Follow the next generator, if there is one; return whether this worker does.
+
+        If others have it already, this worker waits for its own connection.
+        """
+        search, static = self._search, self._static
+        if search is None or static is None:
+            return False
+        deadline = time.monotonic() + CONNECT_S
+        found = search.take()
+        while found is None and search.runs and time.monotonic() < deadline:
+            started = search.number % 2 == 0 and search.number // 2 > static.newer
+            if not started and search.number // 2 >= newer:
+                break
+            self._connection.watch()
+            time.sleep(_SEARCH_S)
+            found = search.take()
+        if found is not None:
+            self._adopt_generator(found, search.number // 2, reducer)
+            return True
+        if search.number % 2 and search.number // 2 > self._generation:
+            # It has ended before this worker was connected; the others begin anew too.
+            self._generation = search.number // 2
+            reducer.close()
+            self._make_static(static.lost_peers)
+            self._renew()
+        else:
+            static.newer = max(static.newer, search.number // 2, newer)
+        return False
+
+    def _adopt_generator(self, mailbox: Mailbox, generation: int, reducer: Reducer) -> None:
+        static, watch, former = self._static, self._connection.watch, self.mailbox
+        assert static is not None
+        static.found_generator(generation)
+        reducer.close()
+        former.abandon()
+        self.mailbox, self._generation = mailbox, generation
+        self._connection = GeneratorConnection(mailbox, self._me, self._generator, self._timeout)
+        self._connection.watch = watch
+        self._member, self._requests = Member(self._worker, self._rules), 0
+        self._inactive = dict.fromkeys(static.lost_peers - {self._worker}, Reason.DIED)
+        self._unserved.clear()
+        self._static, self.fallback = None, None
+        _log.warning(
+            "%s: another group generator was started: groups are its own again, and workers can "
+            "rejoin",
+            self._me,
         )

@@ -150,6 +150,16 @@ class Close(NamedTuple):
     connections: tuple[Word, ...]
 
 
+class Renew(NamedTuple):
+    """Leader: connection ids are those of another generator.
+
+    Attributes:
+        generation: its incarnation.
+    """
+
+    generation: Word
+
+
 class End(NamedTuple):
     """Leader: the call has ended.
 
@@ -183,7 +193,7 @@ class Alive(NamedTuple):
 MESSAGES = Messages(
     {
         1: Begin, 2: Average, 3: Receive, 4: Send, 5: Stop, 6: Result, 7: Close, 8: End, 9: Raised,
-        10: Alive,
+        10: Alive, 11: Renew,
     }
 )  # fmt: skip
 
@@ -352,6 +362,9 @@ class Attempts(Protocol):
     def apply(self) -> None:
         """Replace the buffer by the average of a successful attempt."""
 
+    def renew(self, generation: int) -> None:
+        """Count connection ids anew."""
+
     def publish_cause(self, connection: int, member: int) -> None:
         """Tell the peers in this column that the group fails because of ``member``."""
 
@@ -434,6 +447,11 @@ class Leader:
         if ids != ():
             self._channel.tell(Close(ids is None, ids or ()))
         self._reducer.close(ids)
+
+    def renew(self, generation: int) -> None:
+        """Count connection ids anew in all columns; as `GroupAllReduce.renew`."""
+        self._channel.tell(Renew(generation))
+        self._reducer.renew(generation)
 
     def send(self, receiver: int, connection: int) -> None:
         """Have the others send their parts of the state."""
@@ -567,6 +585,8 @@ class Follower:
                         state = self._receive(receive, sender, connection)
                     case Send(receiver, connection):
                         self.on_fetch(receiver, connection)
+                    case Renew(generation):
+                        self._reducer.renew(generation)
                     case Stop():  # sent before the leader had this rank's result
                         pass
                     case _:
