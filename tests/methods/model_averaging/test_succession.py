@@ -55,6 +55,14 @@ def test_pause_is_short_again_after_a_stable_generator() -> None:
     assert rules.advance(100.6, 11) == Next(Act.CLAIM, 6)
 
 
+def test_lost_generator_that_the_log_still_has_is_ended() -> None:
+    rules = Succession()
+    rules.lost(3)
+    assert rules.advance(0.0, 6) == Next(Act.END, 3)
+    assert rules.advance(0.0, 7) == Next(Act.WAIT, 4)
+    assert rules.advance(1.0, 8) == Next(Act.CONNECT, 4)
+
+
 def test_number_of_generators_is_limited() -> None:
     rules = Succession()
     rules.advance(0.0, 2 * MAX_GENERATORS - 1)

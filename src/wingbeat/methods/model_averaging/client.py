@@ -145,7 +145,8 @@ class Status(NamedTuple):
             over all workers.
         failed: the number of the latest group that failed on it, whose connections it has closed;
             -1 for none.
-        former_rounds, former_steps: ``rounds`` and ``steps`` when it found this generator.
+        former_rounds: ``rounds`` when it found this generator.
+        former_steps: ``steps`` when it found this generator.
     """
 
     generation: Steps = 0
@@ -957,7 +958,7 @@ class Client:
             self._table.mark_lost(worker, left=reason == Reason.LEFT)
         self._make_static(self._inactive)
         if self._search is not None:
-            self._search.begin()
+            self._search.begin(self._generation)
         _log.warning(
             "%s: the group generator is gone (%s); groups %s %s",
             self._me,
@@ -1002,7 +1003,7 @@ class Client:
             self._adopt_generator(found, search.number // 2, reducer)
             return True
         if search.number % 2 and search.number // 2 > self._generation:
-            # It has ended before this worker was connected; the others begin anew too.
+            # It has ended before this worker was connected; the others begin again too.
             self._generation = search.number // 2
             reducer.close()
             self._make_static(static.lost_peers)

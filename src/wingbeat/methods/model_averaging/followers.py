@@ -363,7 +363,7 @@ class Attempts(Protocol):
         """Replace the buffer by the average of a successful attempt."""
 
     def renew(self, generation: int) -> None:
-        """Count connection ids anew."""
+        """Count connection ids from 0 again."""
 
     def publish_cause(self, connection: int, member: int) -> None:
         """Tell the peers in this column that the group fails because of ``member``."""
@@ -449,7 +449,7 @@ class Leader:
         self._reducer.close(ids)
 
     def renew(self, generation: int) -> None:
-        """Count connection ids anew in all columns; as `GroupAllReduce.renew`."""
+        """Count connection ids from 0 again in all columns; as `GroupAllReduce.renew`."""
         self._channel.tell(Renew(generation))
         self._reducer.renew(generation)
 

@@ -216,7 +216,7 @@ class GroupAllReduce:
             self._attribution(group, inner).publish_wait(self._world.ranks[member])
 
     def renew(self, generation: int) -> None:
-        """Count connection ids anew: they are those of another incarnation of the generator."""
+        """Count connection ids from 0 again: those of another incarnation of the generator."""
         self.close()
         self.first = self._base + generation * ID_LIMIT
 

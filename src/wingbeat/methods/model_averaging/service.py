@@ -619,7 +619,7 @@ class GeneratorConfig:
         def announce(timeout: float) -> dict[int, int]:
             found = membership.announce(incarnation, min(timeout, START_S), [self.workers])
             if found != {self.workers: generator}:
-                raise RendezvousError(f"{self._name(rank)}: the group generator has ended")
+                raise RendezvousError(f"{self._name(self.workers)} has ended")
             return found
 
         return self._open(store, rank, [self.workers], incarnation, announce)

@@ -65,11 +65,14 @@ class Succession:
     """Decides what one worker does while it has no generator."""
 
     def __init__(self) -> None:
+        self._lost = -1
         self._next, self._since, self._claimed_at = 0, -math.inf, math.inf
         self._pause_s, self._connected_at = _FIRST_PAUSE_S, math.inf
 
     def advance(self, now: float, number: int) -> Next:
         """Return what to do now; ``number`` is the generator's in the membership log."""
+        if number % 2 == 0 and number // 2 <= self._lost:
+            return Next(Act.END, number // 2)  # its end could not be logged
         if number % 2 == 0:
             self._connected_at = min(self._connected_at, now)
             return Next(Act.CONNECT, number // 2)
@@ -86,6 +89,10 @@ class Succession:
             return Next(Act.CLAIM, incarnation)
         late = now > self._claimed_at + START_S
         return Next(Act.END if late else Act.WAIT, incarnation)
+
+    def lost(self, incarnation: int) -> None:
+        """Record that this worker has lost its generator."""
+        self._lost = incarnation
 
     def claimed(self, now: float) -> None:
         """Record that the incarnation is claimed, by this worker or another one."""
@@ -133,8 +140,9 @@ class GeneratorSearch:
         self.number = 0
         self._found: Mailbox | None = None
 
-    def begin(self) -> None:
-        """Search in a thread."""
+    def begin(self, lost: int) -> None:
+        """Search in a thread for a generator after the incarnation that this worker has lost."""
+        self._rules.lost(lost)
         self._thread = BackgroundThread(self._run, "wingbeat-succession")
         self._thread.start()
 
@@ -191,7 +199,7 @@ class GeneratorSearch:
         try:
             mailbox = self._connect(incarnation)
         except (WingbeatError, TimeoutError, OSError, RuntimeError) as error:
-            _log.info("%s: no group generator yet: %s", self._me, first_line(error))
+            _log.debug("%s: no group generator yet: %s", self._me, first_line(error))
             self._registry.end_generator(incarnation)
             return False
         with self._lock:
