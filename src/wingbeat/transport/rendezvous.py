@@ -361,6 +361,7 @@ def _init_replica(
     key: bytes | None,
 ) -> World:
     """Return the world of the ranks of all replicas, one of which is this torch job."""
+    replica_jobs.end_with_launcher(os.environ)
     torch_rank, torch_size, torch_store = _rendezvous(timeout)
     place = _next_place()
     torch_store = dist.PrefixStore(f"wingbeat/{place}", torch_store)

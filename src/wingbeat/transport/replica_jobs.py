@@ -7,9 +7,11 @@ no replica serves (`served_store`), so that it outlives each of them.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import json
 import re
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
@@ -161,6 +163,20 @@ def check_counts(store: TorchStore, settings: ReplicaSettings, ranks: int) -> No
             f"at {where} has replicas of {found.ranks}: start all with the same numbers of hosts "
             "and of processes per host, and set WINGBEAT_JOB_ID for another job"
         )
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher(env: Mapping[str, str]) -> None:
+    """Let the kernel end this process when its torchrun is killed.
+
+    Otherwise it would train on, and the processes of the torchrun that is started next would be
+    refused, as their ranks are taken.
+    """
+    libc = ctypes.CDLL(None)
+    if "TORCHELASTIC_RUN_ID" in env and hasattr(libc, "prctl"):  # Linux
+        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
 # -- agreement inside a replica -----------------------------------------------------------

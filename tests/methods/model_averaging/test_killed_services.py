@@ -48,8 +48,11 @@ RANKS = range(3)
 class Job:
     """Three processes, each a replica at a store, or all of one torch job."""
 
-    def __init__(self, home: Path, row: str, *, hosted: bool) -> None:
+    def __init__(self, home: Path, row: str, *, hosted: bool, torchrun: bool = False) -> None:
         self.home, self.row, self.port, self.hosted = home, row, free_port(), hosted
+        self.script = home / "train.py"
+        self.script.write_text(SCRIPT)
+        self.launcher = ["-m", "torch.distributed.run", "--standalone"] if torchrun else []
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         if hosted:
             self.start_store()
@@ -63,7 +66,8 @@ class Job:
         if self.hosted:
             env |= {"WINGBEAT_REPLICA": str(rank), "WINGBEAT_REPLICAS": str(len(RANKS))}
             env |= {"WINGBEAT_STORE": f"127.0.0.1:{self.port}"}
-        self._run(str(rank), [sys.executable, "-c", SCRIPT, str(self.home), self.row], env)
+        command = [sys.executable, *self.launcher, str(self.script), str(self.home), self.row]
+        self._run(str(rank), command, env)
 
     def start_store(self) -> None:
         verb = [sys.executable, "-m", "wingbeat.cli.main", "store", "--port", str(self.port)]
@@ -104,18 +108,19 @@ class Job:
 
     def await_steps(self, steps: int = 60) -> None:
         """Wait until the present process of each rank has made so many further steps."""
-        begun = {}
-        for rank in RANKS:
-            pid, made = self.made(rank)
-            begun[rank] = made if pid == self.processes[str(rank)].pid else 0
+        begun = [self.present(rank) for rank in RANKS]
+        self.until(
+            lambda: all(self.present(rank) >= begun[rank] + steps for rank in RANKS), "all train"
+        )
 
-        def done() -> bool:
-            now = [(self.processes[str(rank)].pid, *self.made(rank)) for rank in RANKS]
-            return all(
-                own == pid and at >= begun[r] + steps for r, (own, pid, at) in enumerate(now)
-            )
-
-        self.until(done, "all train")
+    def present(self, rank: int) -> int:
+        """The number of steps of the present process of a rank."""
+        pid, made = self.made(rank)
+        own = self.processes[str(rank)].pid
+        try:
+            return made if own in (pid, psutil.Process(pid).ppid()) else 0
+        except psutil.Error:
+            return 0
 
     def until(self, done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + 150
@@ -142,8 +147,8 @@ class Job:
 def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
-    def start(row: str, *, hosted: bool = True) -> Job:
-        made.append(Job(tmp_path, row, hosted=hosted))
+    def start(row: str, *, hosted: bool = True, torchrun: bool = False) -> Job:
+        made.append(Job(tmp_path, row, hosted=hosted, torchrun=torchrun))
         return made[-1]
 
     yield start
@@ -220,3 +225,18 @@ def test_survivors_of_a_rank_0_that_serves_the_store_log_one_line_about_it(
         assert "start `wingbeat store` and each rank as a replica" in said
         assert "frame #" not in said
         assert said.count("wingbeat (rank") < 6, said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_replica_of_a_killed_torchrun_rejoins_under_another_one(jobs: Callable[..., Job]) -> None:
+    """Its process does not train on, which would have its rank."""
+    job = jobs("localsgd:every=4", torchrun=True)
+    job.await_steps()
+    pid, _ = job.made(0)
+    job.kill("0")
+    job.until(lambda: not psutil.pid_exists(pid), "the process ends with its torchrun")
+    job.start(0)
+    job.until_said("rank 0 is back", 1, (1, 2))
+    job.await_steps()
+    job.end()
