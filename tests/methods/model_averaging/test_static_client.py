@@ -12,7 +12,9 @@ import pytest
 
 from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.client import (
+from wingbeat.methods.model_averaging.generator import Run
+from wingbeat.methods.model_averaging.rules import group_of
+from wingbeat.methods.model_averaging.static_client import (
     ABANDONED,
     STATIC_CONNECTIONS,
     Arrival,
@@ -20,8 +22,6 @@ from wingbeat.methods.model_averaging.client import (
     Status,
     StatusTable,
 )
-from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.rules import group_of
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.types import Layout
 

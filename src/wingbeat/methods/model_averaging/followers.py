@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
-from wingbeat.methods.model_averaging.client import ABANDONED, NO_INITIATOR, Arrival
 from wingbeat.methods.model_averaging.generator import Run
+from wingbeat.methods.model_averaging.static_client import ABANDONED, NO_INITIATOR, Arrival
 from wingbeat.schema import (
     Length,
     MalformedMessage,

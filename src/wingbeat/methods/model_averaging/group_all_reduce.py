@@ -11,8 +11,8 @@ import torch
 
 from wingbeat.collectives import Collectives, Encoded, WireFormat, encoded_of
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.client import ABANDONED, Arrival
 from wingbeat.methods.model_averaging.generator import ID_LIMIT
+from wingbeat.methods.model_averaging.static_client import ABANDONED, Arrival
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.failures import FailureAttribution
 from wingbeat.transport.link import group_prefix

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
-from wingbeat.methods.model_averaging.client import Client, StaticClient, StatusTable
+from wingbeat.methods.model_averaging.client import Client
 from wingbeat.methods.model_averaging.followers import Call, Channel, Follower, Leader
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
+from wingbeat.methods.model_averaging.static_client import StaticClient, StatusTable
 from wingbeat.observe.meter import Cell, Section
 from wingbeat.transport import failures, graceful_shutdown
 from wingbeat.transport.graceful_shutdown import departures_of

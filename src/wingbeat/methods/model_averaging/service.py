@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.methods.model_averaging.client import CONNECT_S, Client, StatusTable
+from wingbeat.methods.model_averaging.client import CONNECT_S, Client
 from wingbeat.methods.model_averaging.generator import (
     ID_LIMIT,
     MESSAGES,
@@ -35,6 +35,7 @@ from wingbeat.methods.model_averaging.generator import (
     Synchronize,
 )
 from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.static_client import StatusTable
 from wingbeat.methods.model_averaging.succession import START_S, GeneratorSearch
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport.actor import Actor
