@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage, Range, Sizes, parse_json
 from wingbeat.transport.failures import (
     MAX_WAIT_FACTOR,
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from wingbeat.transport.nccl import NcclGroup
     from wingbeat.transport.replica_jobs import TorchJob
     from wingbeat.transport.services import Service, ServiceConfig
+
+_LOG_S = 15.0
+"""Seconds of a wait for another rank's value before it is logged."""
 
 MAX_OPEN_GROUPS = 64
 """Maximum open groups of a process."""
@@ -376,7 +381,7 @@ class World:
         try:
             while True:
                 try:
-                    return self.store.get(key, self.timeout)
+                    return self._get_logged(key, what, theirs, self.timeout)
                 except TimeoutError:
                     publish_wait(self.store, mine, theirs)
                     stuck = wait.seconds() > MAX_WAIT_FACTOR * self.timeout
@@ -386,6 +391,22 @@ class World:
         finally:
             if wait.seconds() > self.timeout:
                 publish_wait(self.store, mine, None)
+
+    def _get_logged(self, key: str, what: str, theirs: int, seconds: float) -> str:
+        """Return the value of ``key``; log a long wait once."""
+        begun = time.monotonic()
+        try:
+            return self.store.get(key, min(seconds, _LOG_S))
+        except TimeoutError:
+            if seconds <= _LOG_S or time.monotonic() < begun + _LOG_S:
+                raise
+        log.warning(
+            "rank %d: has waited for %r of rank %d for %d s, and waits for up to %d s: that rank "
+            "has not come so far, or this process was started again alone, and the others have the "
+            "store of the former one; such a restart needs `wingbeat store`",
+            *(self.ranks[self.rank], what, theirs, round(_LOG_S), round(seconds)),
+        )
+        return self.store.get(key, seconds - _LOG_S)
 
     @property
     def nccl(self) -> NcclGroup:
