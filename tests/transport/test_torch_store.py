@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -60,7 +62,7 @@ assert time.monotonic() - begun < 5.0
 
 
 def test_killed_server_is_logged_in_one_line_without_stack_traces() -> None:
-    """Also if requests are under way: three threads make one after the other."""
+    """Also if requests are under way: three threads wait for answers of the stopped server."""
     port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True
@@ -76,6 +78,11 @@ def test_killed_server_is_logged_in_one_line_without_stack_traces() -> None:
     try:
         assert client.stdout is not None
         assert client.stdout.readline() == "polling\n"
+        server.send_signal(signal.SIGSTOP)
+        process, before = psutil.Process(client.pid), -1.0
+        while (now := sum(process.cpu_times()[:2])) != before:
+            before = now
+            time.sleep(0.3)
         server.kill()
         _, said = client.communicate(timeout=60)
         assert client.returncode == 0, said

@@ -125,6 +125,8 @@ def test_worker_past_a_step_is_not_awaited() -> None:
     [
         (Status(0, 0, True, 0, -1), Arrival.IMPOSSIBLE),
         (Status(0, 0, True, 1, -1), Arrival.DEPARTED),
+        (Status(1, former_steps=0), Arrival.IMPOSSIBLE),
+        (Status(1, former_steps=1), Arrival.DEPARTED),
     ],
 )
 def test_member_that_synchronizes_is_detected_while_awaited(status: Status, found: Arrival) -> None:
