@@ -13,7 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helpers.code_blocks import blocks_of
 from helpers.ports import free_port
+
+PAGE = Path(__file__).parents[3] / "docs/how-to/checkpoints.md"
 
 SCRIPT = """if True:
     import os, sys, time
@@ -70,8 +73,15 @@ class Job:
         self._run(str(rank), command, env)
 
     def start_store(self) -> None:
-        verb = [sys.executable, "-m", "wingbeat.cli.main", "store", "--port", str(self.port)]
-        self._run("store", [*verb, "--journal", str(self.home / "journal")], {})
+        """Run the command of the page checkpoints.md, with another port and file."""
+        (block,) = [each for each in blocks_of(PAGE) if "--journal" in each.code]
+        own = {
+            "29400": str(self.port),
+            "/var/lib/wingbeat/store.journal": str(self.home / "journal"),
+        }
+        first, *words = [own.get(word, word) for word in block.code.split()]
+        assert first == "wingbeat"
+        self._run("store", [sys.executable, "-m", "wingbeat", *words], {})
 
     def _run(self, name: str, command: list[str], env: dict[str, str]) -> None:
         env = {**os.environ, "WINGBEAT_TOP": "off", "OMP_NUM_THREADS": "1", **env}
