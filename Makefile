@@ -13,12 +13,13 @@ VENV := .venv/bin/activate
 DEMO_READY := .venv/.demo-ready
 READY := .venv/.ready
 DOCS_READY := .venv/.docs-ready
+FUZZ_READY := .venv/.fuzz-ready
 NATIVE := $(wildcard native/CMakeLists.txt native/*.cpp native/*.h native/src/* native/src/*/*)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-gpu test-streams wheel-test sanitize fuzz lint format bench figures docs docs-test clean distclean
+.PHONY: help setup demo test test-slow test-gpu test-streams wheel-test sanitize hostile fuzz lint format bench figures docs docs-test clean distclean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -64,15 +65,23 @@ test-streams: $(READY) ## Run the contract of strategies with 2,000 orders of an
 wheel-test: $(READY) ## Build the wheel, install it beside torch without a compiler, train a step there; PYTHONS= more
 	$(BIN)/python tools/wheel_test.py --python $(BIN)/python $(PYTHONS) $(PIP_ARGS)
 
-sanitize: $(READY) ## Run the C++ kernels under the address and undefined behaviour sanitizers
+sanitize: $(READY) ## Run the C++ core and the fuzzer's corpus under the address and undefined behaviour sanitizers
 	@$(BIN)/cmake --log-level=WARNING -S native -B build/sanitize -DWINGBEAT_SANITIZE=ON -DWINGBEAT_EXTENSION=OFF
 	@$(BIN)/cmake --build build/sanitize --parallel 2
 	build/sanitize/driver
+	build/sanitize/replay tests/corpus
 
-fuzz: $(READY) ## Send FRAMES hostile frames to all ports of the extension, under the sanitizers
+hostile: $(READY) ## Send FRAMES hostile frames to all ports of the extension, under the sanitizers
 	@$(BIN)/cmake --log-level=WARNING -S native -B build/sanitize -DWINGBEAT_SANITIZE=ON -DWINGBEAT_EXTENSION=OFF
 	@$(BIN)/cmake --build build/sanitize --target hostile --parallel 2
 	build/sanitize/hostile $(or $(FRAMES),1000000) $(or $(SEED),1)
+
+fuzz: $(FUZZ_READY) ## Find inputs by coverage for TARGET (all), SECONDS each (60); native ones need clang
+	$(BIN)/python tools/fuzz.py $(TARGET) --seconds $(or $(SECONDS),60)
+
+$(FUZZ_READY): $(READY)
+	$(PIP) -q -e '.[fuzz]'
+	@touch $@
 
 lint: $(READY) ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -7,6 +7,12 @@ seconds to DDP's final accuracy less 0.5 points. Models are evaluated after a st
 averaged, and codecs are used whether they are faster or not. ``4*diloco`` trains four times the
 steps, along a cosine of that length, because its steps send less.
 
+With ``--straggler`` the rows train for ``--seconds`` instead, while the last worker takes as many
+times as long for a step (a sleep of ``--step-ms`` is the computation of the others), and 1 is none.
+The table has the seconds of a round on the first worker, the steps of the first and the last, and
+the loss of the mean of all models at that time. Rows are strategies, by default DiLoCo without and
+with a quorum.
+
 Rule: ``diloco`` with a sketch sends at most a 100th of the bytes of the first row, and reaches the
 accuracy in a fifth of the time of the fastest row of PyTorch's (exit code 1 otherwise).
 """
@@ -15,8 +21,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
+import statistics
 import sys
 import tempfile
 import time
@@ -30,6 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import wingbeat
+from wingbeat import parts, strategies
 from wingbeat.errors import LabError
 from wingbeat_lab import lab
 from wingbeat_lab.bench import machine
@@ -53,6 +62,13 @@ ROWS = (
     f"4*diloco:every=30,{OUTER},compression=sketch@4",
     "2*ddp+powersgd",
 )
+RACE = (
+    f"diloco:every=10,{OUTER}",
+    f"diloco:every=10,{OUTER},quorum=3,grace=0.2",
+    f"diloco:every=10,{OUTER},quorum=3,grace=0.2,weights=tokens",
+    f"diloco:every=10,{OUTER},quorum=3,grace=10",
+)
+"""Rows with a straggler: none is left out, it is, with its weight, and by a grace of any length."""
 MARK = 30
 """Steps between two evaluations: all rows have just averaged then, if they average."""
 POINTS, FEWER, FASTER = 0.5, 100.0, 5.0
@@ -147,6 +163,48 @@ def train(task: accuracy.Task, row: str, args: argparse.Namespace) -> dict[str, 
     return {**found, "parameters": params}
 
 
+def race(task: accuracy.Task, row: str, factor: float, args: argparse.Namespace) -> dict[str, Any]:
+    """Train for a time, the last worker slower; return rank 0's rounds, all steps, and the loss."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    batches = task.batches(rank, size, args.seed)
+    strategy = strategies.parse(row)
+    assert isinstance(strategy.schedule, parts.Local)
+    weighted = isinstance(strategy.update, parts.Outer) and strategy.update.weights != "equal"
+    model = Transformer(args.seed, args.width, args.length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    wingbeat.distribute(model, optimizer, strategy)
+    pause = args.step_ms / 1000 * (factor if rank == size - 1 else 1.0)
+    dist.barrier()
+    begin, steps, ends = time.monotonic(), 0, []
+    while time.monotonic() - begin < args.seconds:
+        time.sleep(pause)
+        x, y = next(batches)
+        optimizer.zero_grad()
+        accuracy.loss_of(model, x, y)[0].backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if weighted:
+            wingbeat.count_tokens(model, x.numel())
+        optimizer.step()
+        steps += 1
+        if steps % strategy.schedule.every == 0:
+            ends.append(time.monotonic() - begin)
+    wingbeat.synchronize(model)
+    made = torch.zeros(size)
+    made[rank] = steps
+    dist.all_reduce(made)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    wingbeat.release(model, optimizer)
+    rounds = [after - before for before, after in itertools.pairwise(ends)]
+    return {
+        "row": row,
+        "straggler": factor,
+        "rounds_s": rounds,
+        "round_s": statistics.median(rounds) if rounds else None,
+        "steps": [int(count) for count in made],
+        **(judged(task, args, state) if rank == 0 else {}),
+    }
+
+
 def judged(
     task: accuracy.Task, args: argparse.Namespace, state: dict[str, Any]
 ) -> dict[str, float]:
@@ -167,7 +225,14 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     wingbeat.init(timeout=120.0)
     task = text(args.length, args.batch)
-    for row in args.rows:
+    for factor, row in itertools.product(args.straggler or [], args.rows):
+        raced = race(task, row, factor, args)
+        if dist.get_rank() == 0:
+            with args.json.open("a") as file:
+                print(json.dumps(raced), file=file)
+            print(f"{row}, {factor:g}: {raced['steps']}, {raced['loss']:.3f}", flush=True)
+        dist.barrier()
+    for row in () if args.straggler else args.rows:
         made = train(task, row, args)
         if dist.get_rank() == 0:
             with args.json.open("a") as file:
@@ -185,8 +250,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.jsonl"
         words = [sys.executable, __file__, "--worker", "--json", str(path), "--rows", *args.rows]
-        for key in ("steps", "width", "length", "batch", "seed"):
-            words += [f"--{key}", str(getattr(args, key))]
+        for key in ("steps", "width", "length", "batch", "seed", "seconds", "step_ms"):
+            words += [f"--{key.replace('_', '-')}", str(getattr(args, key))]
+        if args.straggler:
+            words += ["--straggler", *map(str, args.straggler)]
         ended = lab.run(args.lab, words, on_line=lambda rank, line: print(f"[{rank}] {line}"))
         if ended.exit_code:
             raise LabError(f"{args.lab}: {ended.first_failure or ended.exit_code}")
@@ -246,6 +313,23 @@ def table(rows: list[dict[str, Any]], where: str) -> Printed:
     return Printed.of(f"a transformer on text, {where}", COLUMNS, cells, notes)
 
 
+def race_table(runs: list[dict[str, Any]], where: str, seconds: float) -> Printed:
+    columns = ("strategy", "straggler", "s a round", "steps, first", "steps, last", "nats")
+    cells = [
+        (
+            run["row"],
+            f"{run['straggler']:g}",
+            "" if run["round_s"] is None else f"{run['round_s']:.2f}",
+            str(run["steps"][0]),
+            str(run["steps"][-1]),
+            f"{run['loss']:.3f}",
+        )
+        for run in runs
+    ]
+    notes = ["rounds are medians on the first worker; the loss is of the mean model; one seed"]
+    return Printed.of(f"{seconds:g} s of training, {where}", columns, cells, notes)
+
+
 def missed(rows: list[dict[str, Any]]) -> list[str]:
     """Return the missed limits."""
     theirs = [row["to_target_s"] for row in rows if times_of(row["row"])[1].startswith("ddp")]
@@ -270,16 +354,25 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--lab", default="star:4@100mbit")
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), help="the first is the reference")
+    parser.add_argument("--rows", nargs="+", help="the first is the reference")
+    parser.add_argument(
+        "--straggler", nargs="+", type=float, metavar="TIMES", help="the last worker's steps"
+    )
+    parser.add_argument("--seconds", type=float, default=40.0, help="of a row, with it (40)")
+    parser.add_argument("--step-ms", type=float, default=50.0, help="of a step, with it (50)")
     parser.add_argument("--steps", type=int, default=360, help=f"a multiple of {MARK} (360)")
     parser.add_argument("--width", type=int, default=192, help="of the transformer (192)")
     parser.add_argument("--length", type=int, default=16, help="characters of a window (16)")
     parser.add_argument("--batch", type=int, default=1, choices=[1, 2, 4, 8], help="windows (1)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=Path("out/diloco.json"))
+    parser.add_argument("--json", type=Path, help="out/diloco.json, or out/diloco_straggler.json")
     parser.add_argument("--add", action="store_true", help="rows to those that --json has")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if any(not 1 <= times <= 100 for times in args.straggler or ()):
+        parser.error(f"--straggler {args.straggler}: allowed are 1 to 100 times as long")
+    args.rows = args.rows or list(RACE if args.straggler else ROWS)
+    args.json = args.json or Path(f"out/diloco{'_straggler' if args.straggler else ''}.json")
     if args.steps % MARK:
         parser.error(f"--steps {args.steps}: allowed are multiples of {MARK}")
     if args.worker:
@@ -289,6 +382,11 @@ def main() -> int:
     before = common.measured_before(args.json, "runs", common.BEGIN_ANEW) if args.add else []
     common.refuse_unwritable(args.json)
     runs = [*before, *measure(args)]
+    if args.straggler:
+        report = {"machine": machine.describe(), "seconds": args.seconds, "runs": runs}
+        common.show(report, race_table(runs, args.lab, args.seconds))
+        common.write(args.json, report)
+        return 0
     rows = rows_of(runs)
     report = {"machine": machine.describe(), "runs": runs, "rows": rows}
     common.show(report, table(rows, args.lab))

@@ -8,7 +8,7 @@ ports of rank 0 during every second half of the run, those of both mailboxes and
 it holds connections without a byte, and sends random bytes, handshakes that are cut short, have a
 wrong key or name no member, and those of another program. After each half, rank 1 sends messages of
 all protocols in which words are changed; rank 0 parses them by each protocol's schema.
-``make fuzz`` sends frames that an authenticated process may send.
+``make hostile`` sends frames that an authenticated process may send.
 
 Limits: every connection is refused, those of mailboxes are counted, every legitimate message
 arrives once, each changed message is refused by its schema or is another valid one, the weights are

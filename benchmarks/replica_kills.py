@@ -1,12 +1,13 @@
 """Replicas of several processes, of which one process is killed time after time.
 
     python benchmarks/replica_kills.py --json out/replica_kills.json
+    python benchmarks/replica_kills.py --ranks 1 --row allreduce:min_replicas=1
 
-Replicas train a network on the digits under FSDP2 on this host. Each replica is started by a
-torchrun of its own, and they meet at the store of `wingbeat store`. Repeatedly a process of any of
-them is killed (SIGKILL), at a moment and of a rank that follow from the seed. Its torchrun ends the
-other processes of the replica and starts all of them again; the other replicas continue. A second
-run makes as many steps without a kill.
+Replicas train a network on the digits on this host, those of several processes under FSDP2. Each
+replica is started by a torchrun of its own, and they meet at the store of `wingbeat store`.
+Repeatedly a process of any of them is killed (SIGKILL), at a moment and of a rank that follow from
+the seed. Its torchrun ends the other processes of the replica and starts all of them again; the
+other replicas continue. A second run makes as many steps without a kill.
 
 Limits: each time the others continue, and none of them makes no step for longer than 3 s. Each
 killed replica rejoins. All replicas have the same weights in the end, their loss has fallen to
@@ -296,25 +297,25 @@ def work(home: Path, row: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     import wingbeat
-    from wingbeat.engine.upgrade import engine_of
     from wingbeat_lab.bench import models
 
     torch.set_num_threads(1)
     world = wingbeat.init(timeout=PATIENCE_S)
     ranks = dist.get_world_size()
     replica, place = divmod(world.rank, ranks)
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
     images, answers, *held_out = models.data()
     loss = loss_of(held_out)
     first = loss(models.network(0))
     network: Any = models.network(1 if world.returned else 0)  # what rejoins copies parameters
-    for layer in network:
-        if list(layer.parameters()):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(network, mesh=mesh)
+    mesh = None
+    if ranks > 1:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
+        for layer in network:
+            if list(layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(network, mesh=mesh)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
     wingbeat.distribute(network, optimizer, baselines.parse(row), mesh=mesh)
-    update: Any = engine_of(network).update  # type: ignore[union-attr]
     pids: list[Any] = [None] * ranks
     dist.all_gather_object(pids, os.getpid())
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -325,7 +326,7 @@ def work(home: Path, row: str) -> None:
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(network(x), y).backward()
         optimizer.step()
-        steps = int(update.steps)
+        steps = wingbeat.steps_made(network)
         if telling is not None:
             telling.say(steps, pids=pids)
         # Written long before that step, so all ranks of a replica end at the same one.
@@ -333,7 +334,8 @@ def work(home: Path, row: str) -> None:
             break
     wingbeat.synchronize(network)
     ours = loss(network)
-    sums = [float(p.full_tensor().detach().double().abs().sum()) for p in network.parameters()]
+    whole = [p.full_tensor() if ranks > 1 else p for p in network.parameters()]
+    sums = [float(p.detach().double().abs().sum()) for p in whole]
     if telling is not None:
         put(home / f"loss-{replica}", (first, ours, sums))
     wingbeat.shutdown()

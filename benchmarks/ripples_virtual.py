@@ -24,7 +24,6 @@ from common import run_and_judge
 
 from wingbeat import Strategy, simulator
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.parts import Groups, Local, Outer, PartnersPart
 from wingbeat.types import Layout
 from wingbeat_lab.bench.config import Checked
@@ -72,11 +71,8 @@ def _in_groups(
     if not isinstance(groups, Groups) or isinstance(strategy.update_part, Outer):
         return None
     assert isinstance(local, Local), "the strategy has checked it"
-    rules = None
-    if groups.policy != "static":
-        rules = rules_of(groups.policy, groups.size, groups.threshold)
     run = simulator.simulate_groups(
-        beside.model_of(checked), rules, _layout(checked), beside.links_of(checked),
+        beside.model_of(checked), groups.rules, _layout(checked), beside.links_of(checked),
         slow=_slow(checked), jitter=args.jitter, overlap=local.delay > 0,
         every=local.every, iterations=args.iterations, seed=groups.seed,
     )  # fmt: skip

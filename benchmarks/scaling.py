@@ -52,7 +52,6 @@ from wingbeat import (
 from wingbeat.errors import UsageError
 from wingbeat.files import replacing
 from wingbeat.methods.bounded_staleness.messages import largest_control_bytes
-from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.observe.timeline import blank
 from wingbeat.parts import Bounded, Groups, Local, Pairs
 from wingbeat.prediction.costs import work_of
@@ -181,7 +180,7 @@ def _averaged(strategy: Strategy, groups: Groups, setting: Setting, layout: Layo
     assert isinstance(local, Local), "averages need local steps"
     steps = -(-STEPS // local.every) * local.every
     return simulator.simulate_groups(
-        setting.model, rules_of(groups.policy, groups.size, groups.threshold), layout,
+        setting.model, groups.rules, layout,
         setting.links, work=setting.work, jitter=0.0, every=local.every, iterations=steps,
         warmup=steps, represented=True,
     ).iteration_s  # fmt: skip

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,14 @@ def test_pipe_is_written_to(tmp_path: Path) -> None:
     reader.join(10)
     assert found == [b"through"]
     assert pipe.is_fifo()
+
+
+def test_replacing_removes_drafts_of_killed_processes_and_nothing_else(tmp_path: Path) -> None:
+    names = [".kept.0123abcd.part", ".kept.4567cdef.part", ".other.0123abcd.part", "kept.part"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"half")
+    hours_ago = time.time() - 7300
+    for name in set(names) - {".kept.4567cdef.part"}:  # another process writes this one
+        os.utime(tmp_path / name, (hours_ago, hours_ago))
+    put(tmp_path / "kept", b"whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["kept", *names[1:]])

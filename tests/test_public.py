@@ -15,12 +15,14 @@ PUBLIC = [
     *("LocalSGD", "LowRank", "OMGS", "ParameterServer", "Ripples", "Sketch", "Strategy", "TopK"),
     *(
         "clip_grad_norm_",
+        "count_tokens",
         "distribute",
         "init",
         "join",
         "no_sync",
         "release",
         "shutdown",
+        "steps_made",
         "synchronize",
     ),
 ]

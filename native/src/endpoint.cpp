@@ -108,7 +108,7 @@ void Endpoint::accept(const Route& route, Header header, std::unique_ptr<std::ui
     if (flow.accept(header, now, renewed)) {
       if (header.type == Type::data) {
         inbox_[route.urgency].push_back(
-            std::make_shared<Received>(std::move(header), route, std::move(payload)));
+            std::make_shared<Received>(Received{std::move(header), route, std::move(payload)}));
         ++waiting_;
       } else {
         flow.take(header.frame_bytes(), now);

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from wingbeat.compression import Sketch as Sketch
     from wingbeat.compression import TopK as TopK
     from wingbeat.engine.api import clip_grad_norm_ as clip_grad_norm_
+    from wingbeat.engine.api import count_tokens as count_tokens
     from wingbeat.engine.api import distribute as distribute
     from wingbeat.engine.api import join as join
     from wingbeat.engine.api import no_sync as no_sync
     from wingbeat.engine.api import release as release
+    from wingbeat.engine.api import steps_made as steps_made
     from wingbeat.engine.api import synchronize as synchronize
     from wingbeat.strategies import ADPSGD as ADPSGD
     from wingbeat.strategies import BML as BML
@@ -60,7 +62,16 @@ _HOME = {
     **dict.fromkeys(_STRATEGIES, "wingbeat.strategies"),
     **dict.fromkeys(("LowRank", "Sketch", "TopK"), "wingbeat.compression"),
     **dict.fromkeys(
-        ("clip_grad_norm_", "distribute", "join", "no_sync", "release", "synchronize"),
+        (
+            "clip_grad_norm_",
+            "count_tokens",
+            "distribute",
+            "join",
+            "no_sync",
+            "release",
+            "steps_made",
+            "synchronize",
+        ),
         "wingbeat.engine.api",
     ),
     **dict.fromkeys(("init", "shutdown"), "wingbeat.transport"),
@@ -86,12 +97,14 @@ __all__ = [
     "Strategy",
     "TopK",
     "clip_grad_norm_",
+    "count_tokens",
     "distribute",
     "init",
     "join",
     "no_sync",
     "release",
     "shutdown",
+    "steps_made",
     "synchronize",
 ]
 __version__ = "0.1.0"

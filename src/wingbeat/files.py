@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -14,6 +16,9 @@ from wingbeat.errors import UsageError
 
 _NO_FOLDER_SYNC = (errno.EACCES, errno.EINVAL, errno.ENOTSUP)
 """Errors ignored by `_sync`: the file system cannot sync a folder, or it is unreadable."""
+
+_ABANDONED_S = 3600.0
+"""Seconds without a write after which a draft is one of a killed process."""
 
 
 @contextlib.contextmanager
@@ -37,6 +42,7 @@ def replacing(path: str | os.PathLike[str], name: str = "") -> Iterator[BinaryIO
                 yield file
             return
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_old_drafts(target)
         file = draft.open("xb")
         try:
             with file:
@@ -52,6 +58,14 @@ def replacing(path: str | os.PathLike[str], name: str = "") -> Iterator[BinaryIO
     except OSError as err:
         reason = err.strerror or err
         raise UsageError(f"cannot write {name or repr(str(path))}: {reason}") from None
+
+
+def _remove_old_drafts(target: Path) -> None:
+    """Remove the drafts of processes that were killed while they wrote ``target``."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.????????.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _ABANDONED_S:
+                left.unlink()
 
 
 def _sync(folder: Path) -> None:

@@ -14,6 +14,7 @@ import functools
 import itertools
 import json
 import operator
+import reprlib
 import struct
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -380,6 +381,23 @@ def _load(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
 def printable(text: str) -> str:
     """Return a text with a question mark for each character that is not printable."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+_EXCERPT_CHARS = 80
+_excerpts = reprlib.Repr()
+_excerpts.maxstring = _EXCERPT_CHARS  # names of parameters are longer than its 30 characters
+
+
+def excerpt(value: Any) -> str:
+    """Return the beginning of a received value for a message, in one line, at any depth.
+
+    >>> excerpt("decoder.layers.11.attention.query.weight")
+    "'decoder.layers.11.attention.query.weight'"
+    """
+    try:
+        return _excerpts.repr(value).replace("\n", " ")[:_EXCERPT_CHARS]
+    except ValueError:  # a number of thousands of digits
+        return f"a large {type(value).__name__}"
 
 
 def _load_number(table: Table, data: Any, where: str, sizes: Sizes) -> Any:

@@ -61,8 +61,8 @@ class OptionError(UsageError):
             ((key, value),) = options.items()
             error = cls(str(unknown(f"{owner} {key}", str(value), names)))
         else:
-            shown = ", ".join(f"{key}={value!r}" for key, value in options.items())
-            error = cls(f"{owner}({shown}): {reason}")
+            given = ", ".join(f"{key}={shown(value)}" for key, value in options.items())
+            error = cls(f"{owner}({given}): {reason}")
         error.options, error.reason, error.names = options, reason, tuple(names)
         return error
 
@@ -87,7 +87,7 @@ class Settings:
     def __repr__(self) -> str:
         """The call that creates the value, without options at their defaults."""
         given = [
-            f"{f.name}={getattr(self, f.name)!r}"
+            f"{f.name}={shown(getattr(self, f.name))}"
             for f in fields(self)  # type: ignore[arg-type]
             if getattr(self, f.name) != f.default
         ]
@@ -127,6 +127,11 @@ class Settings:
         except UsageError:
             raise self._refuse(key, f"whole numbers, {low} to {high}, and None") from None
 
+    def check_number_if_any(self, key: str, allowed: str, good: Callable[[float], bool]) -> None:
+        """Raise a `UsageError` unless the option is None or a finite number that is ``good``."""
+        if getattr(self, key) is not None:
+            self.check_number(key, f"{allowed}, and None", good)
+
     def check_flag(self, key: str) -> None:
         """Raise a `UsageError` unless the option is True or False."""
         if not isinstance(getattr(self, key), bool):
@@ -152,6 +157,18 @@ class Settings:
         value = getattr(self, key)
         if not isinstance(value, str) or "\0" in value:
             raise self._refuse(key, "names of files")
+
+
+def shown(value: Any) -> str:
+    """Return the repr of an option, equal in all processes: of a function its name.
+
+    >>> shown(2), shown(shown), shown(functools.partial(shown, 3))
+    ('2', 'shown', 'partial(shown, 3)')
+    """
+    if isinstance(value, functools.partial):
+        named = [f"{key}={shown(each)}" for key, each in value.keywords.items()]
+        return f"partial({', '.join([shown(value.func), *map(shown, value.args), *named])})"
+    return str(value.__qualname__) if hasattr(value, "__qualname__") else repr(value)
 
 
 @functools.cache
@@ -246,6 +263,15 @@ def count_of(text: str) -> int | None:
     (18, None)
     """
     return None if text.lower() == "none" else int(text)
+
+
+def number_of(text: str) -> float | None:
+    """Parse a number, or ``none``.
+
+    >>> number_of("0.5"), number_of("none")
+    (0.5, None)
+    """
+    return None if text.lower() == "none" else float(text)
 
 
 def read_options(

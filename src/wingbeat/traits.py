@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from wingbeat.engine.runtime import Runtime
     from wingbeat.parts.strategy import Strategy
     from wingbeat.simulator.exchange import SimulatedExchanges, SimulationContext
+    from wingbeat.transport.world import World
 
 WHOLE = "whole all-reduces"
 """All-reduces run during backward; gradients are complete on every worker when it returns."""
@@ -132,6 +133,10 @@ class ExchangePart(Part):
     def gradient_wire(self, wire: str | Coded, workers: int) -> str | Coded:  # noqa: ARG002
         """Return how it encodes gradients, for the dtype or codec of what it sends."""
         return wire
+
+    def open_world(self, world: World) -> World:
+        """Return the world in which a model's workers exchange; every worker must call it."""
+        return world.open_channel()
 
     def scaled(self, factor: float) -> Self:  # noqa: ARG002
         """Return the exchange for a model of ``factor`` times the size."""

@@ -262,13 +262,15 @@ class Fusion:
     Attributes:
         kind: ``"buffer"`` (adjacent tensors up to ``bucket_bytes``), ``"layers"`` (``layers``
             adjacent layers), ``"elements"`` (adjacent tensors up to ``elements`` elements),
-            ``"one"`` (all tensors), ``"none"`` (each tensor alone) or ``"colayers"`` (``layers``
-            bundles of adjacent layers, see `wingbeat.planning.plans`).
+            ``"one"`` (all tensors), ``"none"`` (each tensor alone), ``"colayers"`` (``layers``
+            bundles of adjacent layers, see `wingbeat.planning.plans`) or ``"named"``
+            (``fragments``).
         first_bytes: with ``"buffer"``, size of the bucket that is ready first; sizes double towards
             the middle up to ``bucket_bytes``. 0: ``bucket_bytes``.
         last_bytes: the same for the bucket that is ready last.
         measured: whether colayers are made again by measurements.
         least: if not 0, their smallest number then; ``layers`` is the largest.
+        fragments: with ``"named"``, of each bucket the names of its modules and parameters.
     """
 
     kind: str = "buffer"
@@ -279,6 +281,7 @@ class Fusion:
     elements: int = 8192
     measured: bool = False
     least: int = 0
+    fragments: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

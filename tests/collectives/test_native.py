@@ -514,6 +514,25 @@ def test_abandoned_collective_ends_at_once(pair: list[World]) -> None:
     assert time.monotonic() - begin < 5.0
 
 
+def test_executor_closes_after_an_interrupt_in_the_submission_of_a_call(pair: list[World]) -> None:
+    collectives = Collectives(pair[0])
+    executor = collectives._executors[0]
+    assert isinstance(executor, native.NativeExecutor)
+    lane = executor._lane
+
+    class Interrupted:
+        def submit(self, *_: Any) -> None:
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lane, name)
+
+    executor._lane = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        collectives.all_reduce(torch.ones(8))
+    executor.close()  # waits for no call that was not begun
+
+
 def test_executor_that_a_starting_thread_collects_is_released(
     pair: list[World], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,7 +184,7 @@ def uses(strategy: str, steps: int) -> list[Any]:
 
 
 def groups(strategy: str, across: int, steps: int, slow: float) -> list[Any]:
-    """Weights after steps of Ripples, of which one replica's last ``slow`` seconds each.
+    """Weights after steps of which one replica's last ``slow`` seconds each.
 
     Other replicas make more of them.
     """
@@ -196,6 +196,8 @@ def groups(strategy: str, across: int, steps: int, slow: float) -> list[Any]:
         wingbeat.distribute(model, optimizer, parse(strategy), mesh=mesh)
         last = dist.get_rank() // 2 == across - 1
         for step in range(steps // 3 if last and slow else steps):
+            if "weights" in strategy:
+                wingbeat.count_tokens(model, 1 + dist.get_rank())
             train(model, optimizer, range(step, step + 1))
             if last:
                 time.sleep(slow)

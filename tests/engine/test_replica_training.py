@@ -24,6 +24,7 @@ from wingbeat.transport.served_store import StoreServer
 HERE = Path(__file__).parent
 SCRIPT = HERE / "replica_training_script.py"
 PAGE = HERE.parent.parent / "docs/how-to/checkpoints.md"
+HERE_NAME = "tests/engine/test_replica_training.py"
 
 Stores: TypeAlias = tuple[list[dist.TCPStore], StoreServer]
 """Those of two torch jobs, and the one of the whole job."""
@@ -206,8 +207,7 @@ PACED = """    optimizer.step()
 def test_program_of_the_page_trains_on_after_a_replica_is_killed(
     store: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = f"tests/engine/{Path(__file__).name}"
-    blocks = [each for each in blocks_of(PAGE) if each.word("elsewhere") == here]
+    blocks = [each for each in blocks_of(PAGE) if each.word("elsewhere") == HERE_NAME]
     served, *starts, program = [each.code for each in blocks]
     assert [each.language for each in blocks] == ["sh", "sh", "sh", "python"]
     assert served == "wingbeat store --port 29400\n"  # the fixture runs it, with another port

@@ -67,7 +67,8 @@ class Cards:
     def new(self, worker: int, lives: list[int], joined: Any, patience: float) -> Streams:
         return Streams(
             self.boxes[worker], worker, len(self.reach), incarnations=lives, joined=joined, cut=2.0,
-            timeout=patience, interface_name="eth{}".format, warn=self.lines.append,
+            timeout=patience, interface_name="eth{}".format,
+            record=lambda _, text: self.lines.append(text),
             clock=self.clock,
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import random
 import resource
@@ -37,20 +38,20 @@ _seeds = st.integers(0, 2**64 - 1)
 
 def values(valid: Sequence[Any]) -> st.SearchStrategy[Any]:
     """JSON values: any, spoilt ones of ``valid``, and deeply nested ones."""
-    spoilt = _seeds.map(lambda seed: _spoilt_value(valid, random.Random(seed)))
+    spoilt = _seeds.map(lambda seed: spoil_value(valid, random.Random(seed)))
     return st.one_of(anything_json, spoilt, spoilt, _any_of(_nested()))
 
 
 def texts(valid: Sequence[str]) -> st.SearchStrategy[str]:
     """Texts: any, spoilt ones of ``valid``, as characters and as JSON, and bombs."""
-    spoilt = _seeds.map(lambda seed: _spoilt_text(valid, random.Random(seed)))
+    spoilt = _seeds.map(lambda seed: spoil_text(valid, random.Random(seed)))
     any_text = st.text(st.characters(codec=None, exclude_categories=()), max_size=60)
     return st.one_of(any_text, anything_json.map(json.dumps), spoilt, spoilt, _any_of(BOMBS))
 
 
 def raw(valid: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     """Bytes: any, spoilt ones of ``valid``, and texts, also such as are no UTF-8."""
-    spoilt = _seeds.map(lambda seed: _spoilt_bytes(valid, random.Random(seed)))
+    spoilt = _seeds.map(lambda seed: spoil_bytes(valid, random.Random(seed)))
     readable = [data.decode() for data in valid if _is_text(data)]
     written = texts(readable).map(lambda text: text.encode("utf-8", "surrogatepass"))
     return st.one_of(st.binary(max_size=200), spoilt, spoilt, written)
@@ -106,7 +107,8 @@ def _nested() -> list[Any]:
     return [*found, flat]
 
 
-def _spoilt_value(valid: Sequence[Any], chance: random.Random) -> Any:
+def spoil_value(valid: Sequence[Any], chance: random.Random) -> Any:
+    """Return one of ``valid``, changed in some places."""
     value = json.loads(json.dumps(chance.choice(valid)))
     for _ in range(chance.choice((1, 1, 2, 5))):
         value = _with_one_change(value, chance)
@@ -124,26 +126,31 @@ def _with_one_change(value: Any, chance: random.Random) -> Any:
         elif how < 0.2:
             value[key], value[other] = value[other], value[key]
         elif how < 0.25 and isinstance(value, list):
-            value.extend(value * chance.choice((1, 3)))
+            value.extend(copy.deepcopy(value * chance.choice((1, 3))))
         elif how < 0.3 and isinstance(value, dict):
-            value[chance.choice(("x", "", "\ud800", "wingbeat"))] = chance.choice(_ODD)
+            value[chance.choice(("x", "", "\ud800", "wingbeat"))] = _odd(chance)
         else:
             value[key] = _with_one_change(value[key], chance)
         return value
     if isinstance(value, (int, float)) and chance.random() < 0.3:
         return value * chance.choice((-1, 2, 10**6, 10**40, 0))
     if isinstance(value, str) and chance.random() < 0.3:
-        return _spoilt_text([value], chance, json_too=False)
+        return spoil_text([value], chance, json_too=False)
     if chance.random() < 0.1:
         return [value]
-    return chance.choice(_ODD)
+    return _odd(chance)
 
 
-def _spoilt_text(valid: Sequence[str], chance: random.Random, *, json_too: bool = True) -> str:
+def _odd(chance: random.Random) -> Any:
+    return copy.deepcopy(chance.choice(_ODD))  # a list may be changed next
+
+
+def spoil_text(valid: Sequence[str], chance: random.Random, *, json_too: bool = True) -> str:
+    """Return one of ``valid``, changed in some places, as characters or as JSON."""
     text = chance.choice(valid) if valid else ""
     if json_too and chance.random() < 0.6:
         with contextlib.suppress(ValueError):
-            return json.dumps(_spoilt_value([json.loads(text)], chance))
+            return json.dumps(spoil_value([json.loads(text)], chance))
     parts = (
         "",
         "0",
@@ -168,7 +175,8 @@ def _spoilt_text(valid: Sequence[str], chance: random.Random, *, json_too: bool 
     return text
 
 
-def _spoilt_bytes(valid: Sequence[bytes], chance: random.Random) -> bytes:
+def spoil_bytes(valid: Sequence[bytes], chance: random.Random) -> bytes:
+    """Return one of ``valid``, changed in some places."""
     data = bytearray(chance.choice(valid))
     for _ in range(chance.choice((1, 1, 2, 4))):
         at, end = sorted(chance.randrange(len(data) + 1) for _ in range(2))

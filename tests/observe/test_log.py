@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from wingbeat.errors import UsageError
-from wingbeat.observe.log import LEVELS, chosen_level
+from wingbeat.observe.log import EVENTS, LEVELS, chosen_level, log_event, set_incarnation
 
 LEADS = "log_to_stderr('rank 0'); log_to_stderr('rank 0')"
 FOLLOWS = "log_to_stderr('rank 3', leads=False)"
@@ -84,3 +87,34 @@ def test_an_unknown_level_is_refused_with_the_nearest() -> None:
         chosen_level({"WINGBEAT_LOG": "warn"})
     assert [chosen_level({"WINGBEAT_LOG": name}) for name in LEVELS] == list(LEVELS.values())
     assert chosen_level({}) is None
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_ends_its_line_with_rank_and_incarnation_and_its_record_has_them(
+    event: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "wingbeat")
+    log_event(event, "rank 0: 100% is lost", rank=1, incarnation=2)
+    [record] = caplog.records
+    assert record.getMessage() == (f"rank 0: 100% is lost [event={event} rank=1 incarnation=2]")
+    assert record.levelno == EVENTS[event]
+    assert vars(record).items() >= {"event": event, "rank": 1, "incarnation": 2}.items()
+
+
+def test_an_event_of_this_process_has_its_incarnation(caplog: pytest.LogCaptureFixture) -> None:
+    set_incarnation(3)
+    try:
+        log_event("path-cut", "rank 0: eth1", rank=0)
+    finally:
+        set_incarnation(0)
+    assert caplog.messages == ["rank 0: eth1 [event=path-cut rank=0 incarnation=3]"]
+
+
+def test_events_are_those_on_the_page_each_with_its_level() -> None:
+    page = Path(__file__).parents[2] / "docs/how-to/monitor.md"
+    told = {}
+    table = page.read_text(encoding="utf-8").partition("| event | level |")[2].partition("\n\n")[0]
+    for names, levels in re.findall(r"^\| (`.*?`) \| (.*?) \|", table, re.MULTILINE):
+        events, given = re.findall(r"`(.*?)`", names), levels.split(", ")
+        told.update(zip(events, given * len(events) if len(given) == 1 else given, strict=False))
+    assert told == {event: logging.getLevelName(level).lower() for event, level in EVENTS.items()}

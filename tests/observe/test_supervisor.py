@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -388,6 +389,23 @@ def test_a_job_that_is_started_again_takes_the_name_over(folder: Path) -> None:
         assert len((await new.known(1))["workers"]) == 1
         await new.end()
         assert list(folder.iterdir()) == []
+
+    play(visit, Places(str(folder)))
+
+
+def test_start_removes_the_sockets_of_killed_jobs(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    long_ago = time.time() - 120
+    for name in ("dead-2.sock", "dead-3.4711", "new-4.4712"):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(folder / name))
+    os.utime(folder / "dead-3.4711", (long_ago, long_ago))
+    (folder / "file-5.sock").touch()
+
+    async def visit(running: Running) -> None:
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "file-5.sock", "new-4.4712", "train-1.sock",
+        ]  # fmt: skip
 
     play(visit, Places(str(folder)))
 

@@ -22,6 +22,7 @@ CONCRETE = [
     if value
     not in (
         Part,
+        parts.Fragments,  # has no default
         parts.PlanPart,
         parts.SchedulePart,
         parts.UpdatePart,

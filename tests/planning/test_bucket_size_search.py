@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -82,14 +80,3 @@ def test_size_at_is_within_range(low: int, width: int, share: float) -> None:
         <= size_at(tuning("grid", low_bytes=low, high_bytes=low + width), share)
         <= (low + width)
     )
-
-
-@pytest.mark.parametrize(("search", "needs"), [("random", False), ("grid", False), ("bo", True)])
-def test_search_imports_libraries_only_if_needed(search: str, needs: bool) -> None:
-    code = (
-        "import sys; from wingbeat.planning.bucket_size import *\n"
-        f"suggest(Tuning(search={search!r}, low_bytes=1, high_bytes=9), [Sample(5, 1.0)])\n"
-        "print('scipy' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(needs)

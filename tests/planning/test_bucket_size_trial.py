@@ -362,15 +362,3 @@ def test_bucket_trial_rank_0_logs_progress(caplog: pytest.LogCaptureFixture) -> 
     result = workers[0].tuner.result
     assert result is not None
     assert last == result.explain()
-
-
-def test_bucket_trial_libraries_are_imported_before_first_decision(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = []
-    monkeypatch.setattr(bucket_size, "choose", lambda samples: calls.append(len(samples)))
-    for rank in (1, 0):
-        tuner = bucket_size_trial(tuning(), START, rank, range(2))
-        tuner.report(0.1)
-        tuner.report(0.1)
-    assert calls == [1]

@@ -54,6 +54,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def note(text: str, *args: Any) -> None:
         told.append(text % args)
 
+    def note_event(event: str, text: str, *, rank: int) -> None:
+        assert (event, rank) == ("strategy-changed", 0)
+        told.append(text)
+
+    monkeypatch.setattr(controllers, "log_event", note_event)
     monkeypatch.setattr(controllers.log, "info", note)
     monkeypatch.setattr(controllers.log, "warning", note)
     return told

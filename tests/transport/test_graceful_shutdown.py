@@ -177,7 +177,8 @@ def test_remaining_ranks_name_the_exception_of_the_lost_one(tmp_path: Path) -> N
     assert (code, failed) == (0, 1)
     lines = [line for line in said.splitlines() if "rank 0: " in line]
     assert lines == [
-        "wingbeat: rank 0: rank 1 failed with KeyError: 'mine'; the others continue without it",
+        "wingbeat: rank 0: rank 1 failed with KeyError: 'mine'; the others continue without it "
+        "[event=lost rank=1 incarnation=0]",
         "wingbeat: rank 0: trained to the end without all workers: rank 1 failed with "
         "KeyError: 'mine'",
     ]

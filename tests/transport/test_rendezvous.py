@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -553,3 +554,11 @@ def test_unusable_interface_of_gloo_socket_ifname_is_named() -> None:
     assert other.wait(timeout=60) == 0
     assert kind == "RendezvousError"
     assert "default process group with GLOO_SOCKET_IFNAME=no0" in message
+
+
+def test_port_that_a_former_process_still_holds_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = socket.create_server(("", 0))
+    port = held.getsockname()[1]
+    assert not rendezvous._await_port(port, time.monotonic() + 0.01)
+    monkeypatch.setattr(rendezvous.time, "sleep", lambda _: held.close())
+    assert rendezvous._await_port(port, time.monotonic() + 20.0)

@@ -278,5 +278,6 @@ def test_training_continues_around_a_cut_cable_with_the_same_weights() -> None:
     assert sorted(line for line in lines["eth1"] if line.startswith("weights")) == weights
     assert all(line.endswith("True") for line in weights), "the cable is used again"
     said = "rank 1: the connection of interface eth1 to rank 0 continues over "
-    assert said + "eth0" in lines["eth1"]
-    assert said + "eth1" in lines["eth1"]
+    event = "[event={} rank=1 incarnation=0]".format
+    assert f"{said}eth0 {event('path-cut')}" in lines["eth1"]
+    assert f"{said}eth1 {event('path-restored')}" in lines["eth1"]

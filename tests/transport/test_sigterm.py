@@ -35,6 +35,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SigtermHandl
     monkeypatch.setattr(graceful_shutdown, "_AGREEMENT_S", 0.5)
     monkeypatch.setattr(graceful_shutdown._ExitHandler, "terminated", False)
     kept: list[SigtermHandler] = []
+    before = signal.getsignal(signal.SIGTERM)
 
     def make(world: World, save: Callable[[], object] = lambda: None, grace: float = 600.0) -> Any:
         one = SigtermHandler(world, save, grace)
@@ -45,6 +46,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SigtermHandl
     yield make
     for one in kept:
         end(one)
+    signal.signal(signal.SIGTERM, before)
 
 
 def step(one: SigtermHandler, *, lockstep: bool = True, together: tuple[int, ...] = ()) -> bool:
@@ -300,6 +302,7 @@ def test_a_worker_alone_saves_between_two_steps_and_exits_with_143(alone: World)
     assert left.value.code == 143
     assert saved == [4], "batch 3 was trained, batch 4 was not"
     assert former == [signal.SIGTERM], "the script's own handler is called too"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "a second one changes no status"
 
 
 def test_forward_of_a_closure_does_not_stop(alone: World) -> None:

@@ -23,6 +23,7 @@ from helpers import tcp as ranks
 from wingbeat import _native
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import handshake, tcp
+from wingbeat.transport.failures import LivenessListener, publish_failure
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.tcp import GroupLink, TcpLink
 from wingbeat.types import Group
@@ -696,3 +697,27 @@ def test_peer_without_a_connection_is_refused() -> None:
     with pytest.raises(RuntimeError, match="no connection"):
         link.send(torch.zeros(1), 3, 1).wait(1.0)
     link.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_connection_to_a_process_that_has_ended_is_not_awaited(rank: int) -> None:
+    """The ranks of a column of a mesh are named by their ranks in the job."""
+    store = Switchboard()
+    listener = LivenessListener("127.0.0.1")
+    store.set(f"here/{7 - rank}", listener.address.to_text())
+    publish_failure(store, 7 - rank, KeyError("mine"))
+    listener.close()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        place = [*closed.getsockname(), ""]
+
+    def exchange(_: str, own: Any) -> list[Any]:
+        other = ["a" * 64, "", None, place]
+        return [own, other] if rank == 0 else [other, own]
+
+    members = (6, 7)
+    with pytest.raises(
+        RendezvousError, match=rf"rank {6 + rank} at .* rank {7 - rank} .* failed with KeyError: 'm"
+    ):
+        tcp.connect(
+            rank, [ranks.LO], exchange, None, 600.0, store, members=members, shared_memory=False
+        )

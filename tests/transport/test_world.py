@@ -15,6 +15,7 @@ from wingbeat.collectives.native import executors_of
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.transport import loopback, rendezvous
 from wingbeat.transport import world as world_module
+from wingbeat.transport.failures import LivenessListener, publish_exit, publish_failure
 from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 
@@ -133,6 +134,61 @@ def test_value_of_a_live_rank_is_awaited_beyond_the_timeout(
     with pytest.raises(RendezvousError, match="rank 0: rank 1 published nothing for 'nothing'"):
         one.read("nothing", 1)
     assert 8 <= len(asked) - 3 <= 11, "ten timeouts"
+
+
+def listening(world: World) -> LivenessListener:
+    """Have the process of this rank answer probes, until the result is closed."""
+    listener = LivenessListener("127.0.0.1")
+    world.store.set(f"here/{world.rank}", listener.address.to_text())
+    return listener
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("killed", "rank 0: the process of rank 1 has ended, and published nothing for 'plan': it"),
+        ("failed", "rank 0: rank 1 failed with KeyError: 'mine', noticed in the exchange of 'pla"),
+        ("finished", "rank 0: rank 1 has finished .* and waits for it in 'plan'"),
+    ],
+)
+def test_value_of_a_process_that_has_ended_is_not_awaited(how: str, said: str) -> None:
+    one, other = loopback.worlds(2, timeout=600)
+    listener = listening(other)
+    if how == "failed":
+        publish_failure(other.store, 1, KeyError("mine"))
+    if how == "finished":
+        publish_exit(other.store, 1, finished=True)
+    listener.close()
+    with pytest.raises(RendezvousError, match=said):
+        one.exchange("plan", 7)
+
+
+def test_value_that_a_process_published_before_it_ended_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("wingbeat.transport.world._LIVENESS_CHECK_S", 0.01)
+    one, other = loopback.worlds(2, timeout=600)
+    listening(other).close()
+
+    def ended(*_: object) -> bool:
+        other.publish("plan", 7)
+        return True
+
+    monkeypatch.setattr("wingbeat.transport.world.process_has_ended", ended)
+    assert one.read("plan", 1) == 7
+
+
+def test_value_in_a_store_that_has_ended_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = loopback.worlds(2, timeout=600)
+
+    def gone(key: str, _: float) -> str:
+        raise TimeoutError(f"{key}: connection reset by peer")
+
+    monkeypatch.setattr(one.store, "get", gone)
+    with pytest.raises(
+        RendezvousError, match=r"rank 0: cannot read 'plan' of rank 1 in the store: .* reset by p"
+    ):
+        one.read("plan", 1)
 
 
 def test_long_wait_for_a_rank_is_logged_once(

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "../layout.h"
+#include "../processor.h"
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -17,7 +18,7 @@ const std::vector<const Aegis*>& usable_aegis() {
     std::vector<const Aegis*> usable;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("vaes") && __builtin_cpu_supports("avx2")) {
+    if (__builtin_cpu_supports("avx2") && has_vaes()) {
       usable.push_back(&aegis_with_vaes);
     }
     if (__builtin_cpu_supports("aes") && __builtin_cpu_supports("avx")) {

@@ -11,14 +11,21 @@ sum of residuals over all workers is the error of the average.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from wingbeat.errors import UsageError
+from wingbeat.schema import excerpt
 
 FORMAT = "wingbeat residuals, version 1"
+
+MOST_WORKERS = 1 << 20
+"""Of a saved run: a larger number in a file is damage, and would be counted up to."""
+
+MOST_STEPS = 1 << 53
+"""Likewise; what depends on steps is computed as float64."""
 
 Part = dict[str, Any]
 """The state dict of one worker."""
@@ -218,10 +225,10 @@ class Residuals:
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise UsageError(f"{where}: not made by state_dict() of this kind; expected {FORMAT!r}")
         rank, size = state.get("rank"), state.get("world_size")
-        if type(rank) is not int or type(size) is not int or not 0 <= rank < size:
+        if type(rank) is not int or type(size) is not int or not 0 <= rank < size <= MOST_WORKERS:
             raise UsageError(
-                f"{where}: rank {rank!r} of world_size {size!r}; the rank must be a number from 0 "
-                "to world_size - 1"
+                f"{where}: rank {excerpt(rank)} of world_size {excerpt(size)}; the rank must be a "
+                f"number from 0 to world_size - 1, and that at most {MOST_WORKERS}"
             )
         if "velocity" in state and "velocity" not in self._kinds:
             raise UsageError(
@@ -246,18 +253,26 @@ def check_tensors(
     """
     for name, shape in shapes.items():
         value = values[name]
-        if not isinstance(value, Tensor) or not value.is_floating_point():
+        if not is_plain(value) or not value.is_floating_point():
             raise UsageError(f"{where}: parameter {name!r} has no tensor of floats; save it again")
         if value.shape != shape:
             raise UsageError(
                 f"{where}: parameter {name!r} has shape {tuple(value.shape)} there and "
                 f"{tuple(shape)} here; load parts of the same model"
             )
-        if not bool(torch.isfinite(value).all()):
+        # As float32, in which it is kept: a larger value of float64 would become infinite.
+        if not bool(torch.isfinite(value.to(torch.float32)).all()):
             raise UsageError(
                 f"{where}: parameter {name!r} has values that are not finite; use an earlier "
                 "checkpoint"
             )
+
+
+def is_plain(value: Any) -> TypeGuard[Tensor]:
+    """Whether ``value`` is a tensor with strides and memory; a file may have others."""
+    return (
+        isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta"
+    )
 
 
 def _refuse_other_names(mine: Iterable[str], theirs: Mapping[Any, Any], where: str) -> None:
@@ -265,8 +280,8 @@ def _refuse_other_names(mine: Iterable[str], theirs: Mapping[Any, Any], where: s
     for name in theirs:
         if name not in known:
             raise UsageError(
-                f"{where}: parameter {name!r} is not trained by this model; load parts of the "
-                "same model"
+                f"{where}: parameter {excerpt(name)} is not trained by this model; load parts of "
+                "the same model"
             )
     for name in mine:
         if name not in theirs:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wingbeat.codecs.codec import ALIGNMENT, Codec, Dense, check_size
+from wingbeat.codecs.feedback import is_plain
 from wingbeat.errors import UsageError
 from wingbeat.types import Span
 
@@ -411,10 +412,10 @@ def check_starts(state: Mapping[str, Any], where: str) -> None:
     """Raise a `UsageError` that begins with ``where`` unless a state's factors are usable."""
     saved = state.get("starts", {})
     right = isinstance(saved, dict) and all(
-        isinstance(each, Tensor)
+        is_plain(each)
         and each.dim() == 2
         and each.is_floating_point()
-        and bool(each.isfinite().all())
+        and bool(each.to(torch.float32).isfinite().all())
         for each in saved.values()
     )
     if not right:

@@ -75,15 +75,20 @@ class Collectives:
 
     def __init__(self, world: World, topology: str | Topology = "ring") -> None:
         """Raise a `UsageError` if the topology does not fit the workers, interfaces or networks."""
-        self.world = world
-        self._topology = _fit_topology(topology, world)
-        self._executors = executors_of(world)
-        self._native = all(isinstance(each, NativeExecutor) for each in self._executors)
-        self._is_direct = self._can_be_direct()
         self._turns = SerialQueue(factor_threads)
         self._second: Collectives | None = None
         self._staged: dict[Topology, Collectives] = {}  # those on the host, by topology
         self._two_level: TwoLevel | None = None
+        self._requested = topology
+        self.move(world)
+
+    def move(self, world: World) -> None:
+        """Run the following collectives in ``world``, another group of workers."""
+        self.world = world
+        self._topology = _fit_topology(self._requested, world)
+        self._executors = executors_of(world)
+        self._native = all(isinstance(each, NativeExecutor) for each in self._executors)
+        self._is_direct = self._can_be_direct()
 
     def in_few_rounds(self) -> Collectives:
         """Return collectives on the same links along the topology of small payloads."""

@@ -170,6 +170,7 @@ class Executor:
         self._ranks, self._channel = world.ranks, world.channel
         self._rank = self._ranks[world.rank]
         self._group = world.group
+        self._explains = world.explains
         self._timeout = world.timeout
         prefix = "" if world.group is None else group_prefix(world.group)
         self._waiting: CurrentWait | None = None
@@ -466,6 +467,12 @@ class Executor:
             self._links[link].close()
 
     def _explain(self, begun: list[AnyJob], lost: LostPeer) -> PeerError:
+        if not self._explains:
+            self._break(begun, lost)
+            return PeerError(
+                f"rank {self._rank}: rank {lost.peer} did not complete {lost.job} after "
+                f"{lost.seconds:.1f} s: {lost.reason}"
+            )
         ended = lost.reason.startswith(_native.CONNECTION_ENDED)
         if self._group is not None and lost.seconds < self._timeout / 2 and not ended:
             # A peer that waited longer was blocked itself. Must precede the closing of this rank's

@@ -156,12 +156,16 @@ class NativeExecutor(Executor):
             self._admit(job, call)
             self._drop_done()
             self._jobs[job.number] = job
-            job.task = self._lane.submit(
-                program.native, call.buffer.data_ptr(), NATIVE_DTYPES[call.buffer.dtype],
-                job.base_tag, job.number, previous, _native_packing(call.packing),
-                own.start, own.stop,
-                call.rows, self._index, call.buffer.numel() if call.rows else 0,
-            )  # fmt: skip
+            try:
+                job.task = self._lane.submit(
+                    program.native, call.buffer.data_ptr(), NATIVE_DTYPES[call.buffer.dtype],
+                    job.base_tag, job.number, previous, _native_packing(call.packing),
+                    own.start, own.stop,
+                    call.rows, self._index, call.buffer.numel() if call.rows else 0,
+                )  # fmt: skip
+            except BaseException:  # such as KeyboardInterrupt: `close` waits for no such job
+                self._jobs.pop(job.number, None)
+                raise
         if stream.on:
             job.trace(after)
         return job

@@ -144,7 +144,7 @@ def distribute(
         check_accelerated_replica(model, strategy, world)
     if world.size > 1:
         # Several models of one process launch their buckets in different orders.
-        world = world.open_channel()
+        world = strategy.exchange.open_world(world)
     collectives = Collectives(world, strategy.topology)
     if alike and world.size > 1:
         left_out, named = ignored(model), [*model.named_parameters(), *model.named_buffers()]
@@ -153,7 +153,8 @@ def distribute(
             broadcast_now(tensors, collectives, root=0)
     engine = Engine(model, optimizer, strategy, collectives, type(optimizer).step)
     upgrade(model, DistributedModel, engine)
-    upgrade(optimizer, DeferringOptimizer if engine.update.defers else DistributedOptimizer, engine)
+    defers = engine.update.defers or engine.recovery is not None
+    upgrade(optimizer, DeferringOptimizer if defers else DistributedOptimizer, engine)
     claim_parameters(engine, engine.trained)
     engine.meter.strategy = repr(strategy)
     if world.leads and not world.threads and not world.returned:
@@ -244,6 +245,28 @@ def synchronize(model: torch.nn.Module) -> None:
     `PeerError` names a worker that did not call it in time.
     """
     _engine_of(model, "synchronize").level()
+
+
+def steps_made(model: torch.nn.Module) -> int:
+    """Return the number of calls of ``optimizer.step()`` since `distribute`.
+
+    Steps that all workers have dropped after a failure (``min_replicas=``) count. A process that
+    has rejoined the job counts from the number of the worker whose state it has copied, under
+    `Canary` from 0. A loop over steps begins there.
+    """
+    return _engine_of(model, "steps_made").update.steps
+
+
+def count_tokens(model: torch.nn.Module, tokens: int) -> None:
+    """Count tokens, or samples, that this worker has processed, which weight it in averages.
+
+    For ``DiLoCo(weights="tokens")`` and ``"decoupled"``: call it before each ``optimizer.step()``
+    with the number of this rank's batch. The ranks of a replica are summed.
+
+    Raises:
+        UsageError: ``tokens`` is no whole number from 0 on, or the strategy weights no tokens.
+    """
+    _engine_of(model, "count_tokens").update.count_tokens(tokens)
 
 
 def _engine_of(model: Any, what: str) -> Engine:

@@ -111,6 +111,19 @@ class BufferSync:
         # A status must not queue behind gradients.
         self._own = type(self._collectives)(self._collectives.world.open_channel(), "mesh")
 
+    def abandon(self) -> None:
+        """Do not wait for what is outstanding when the channel is closed."""
+        if self._own is not None:
+            self._own.abandon()
+
+    def move(self) -> None:
+        """Drop what is outstanding, after the collectives have moved to other workers."""
+        self._rank, self._root = self._collectives.world.rank, 0
+        self._handle = self._requested = self._sent = self._before = None
+        self._status = torch.zeros(2, dtype=torch.int64)  # an operation may still write to it
+        if self._own is not None:
+            self._open()
+
     @property
     def channel(self) -> World | None:
         """The buffers' own channel, to be closed at the end."""

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from wingbeat.codecs.feedback import check_tensors
+from wingbeat.codecs.feedback import MOST_STEPS, MOST_WORKERS, is_plain
 from wingbeat.engine.engine import Engine
 from wingbeat.engine.gradients.bucket import dtype_name
 from wingbeat.engine.updates.stepper import State
-from wingbeat.engine.updates.update import SHARED, START, VELOCITY
+from wingbeat.engine.updates.update import LOADED
 from wingbeat.errors import UsageError
+from wingbeat.schema import excerpt
 from wingbeat.types import Span
 
 SHARD_FORMAT = "wingbeat optimizer shard, version 1"
@@ -175,7 +176,7 @@ def _check(parts: list[Part], engine: Engine) -> None:
         )
     for position, part in enumerate(parts):
         well_formed = isinstance(part, dict) and part.get("format") == SHARD_FORMAT
-        if not well_formed or any(type(part.get(k)) is not kind for k, kind in _FIELDS.items()):
+        if not well_formed or not _has_fields(part):
             raise UsageError(
                 f"load_shards(parts): parts[{position}] was not made by "
                 "optimizer.shard_state_dict()"
@@ -183,16 +184,22 @@ def _check(parts: list[Part], engine: Engine) -> None:
     _check_complete(parts)
     for part in parts:
         _check_fits(part, engine)
-    known = {name: torch.Size(shape) for name, shape, _ in parts[0]["parameters"]}
+    known = {name: torch.Size(shape) for name, shape, _ in _parameters(engine)}
     for part in parts:
         unknown = next((name for name in part["shards"] if name not in known), None)
         if unknown is not None:
             raise UsageError(
-                f"load_shards(parts): rank {part['rank']}'s part has parameter {unknown!r}, "
+                f"load_shards(parts): rank {part['rank']}'s part has parameter {excerpt(unknown)}, "
                 "which its own list does not name; save it again"
             )
     for name, shape in known.items():
         _check_tiled(name, shape.numel(), parts)
+
+
+def _has_fields(part: Part) -> bool:
+    if any(type(part.get(key)) is not kind for key, kind in _FIELDS.items()):
+        return False
+    return 0 <= part["rank"] < part["world_size"] <= MOST_WORKERS and (_is_steps(part["steps"]))
 
 
 def _check_complete(parts: list[Part]) -> None:
@@ -226,7 +233,7 @@ def _check_fits(part: Part, engine: Engine) -> None:
     mine = [entry[:2] for entry in _parameters(engine)]
     sizes = [len(group["params"]) for group in engine.optimizer.__dict__["param_groups"]]
     try:
-        theirs = [[name, [int(n) for n in shape]] for name, shape, _ in part["parameters"]]
+        theirs = [[name, list(shape)] for name, shape, _ in part["parameters"]]
         their_sizes = [len(group["params"]) for group in part["param_groups"]]
     except (KeyError, TypeError, ValueError):
         theirs, their_sizes = [], []
@@ -245,7 +252,9 @@ def _check_fits(part: Part, engine: Engine) -> None:
 
 
 def _shown(entry: Any) -> str:
-    return "no more parameters" if entry is None else f"parameter {entry[0]!r} {tuple(entry[1])}"
+    if entry is None:
+        return "no more parameters"
+    return f"parameter {excerpt(entry[0])} {excerpt(tuple(entry[1]))}"
 
 
 def _check_tiled(name: str, numel: int, parts: list[Part]) -> None:
@@ -254,9 +263,13 @@ def _check_tiled(name: str, numel: int, parts: list[Part]) -> None:
         shards = _in_order(name, parts)
         keys = [(list(shard["each"]), list(shard["all"])) for shard in shards]
         wrong = any(
-            not isinstance(value, torch.Tensor) or value.shape != (shard["stop"] - shard["start"],)
+            not is_plain(value) or value.shape != (shard["stop"] - shard["start"],)
             for shard in shards
             for value in shard["each"].values()
+        ) or any(
+            type(shard[key]) is not kind
+            for shard in shards
+            for key, kind in (("start", int), ("stop", int), ("each", dict), ("all", dict))
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         wrong = True
@@ -288,8 +301,6 @@ SAVED = "saved"
 
 AVERAGES_FORMAT = "wingbeat averages, version 1"
 
-_WHERE = "load_state_dict(): averages"
-
 
 def export_extra(engine: Engine) -> dict[str, Any]:
     """Return copies of the extra state; empty if there is none."""
@@ -313,15 +324,16 @@ def check_extra(engine: Engine, state: Any) -> None:
     if averages is None or not update.averaging:
         return
     steps = averages.get("steps")
-    if averages.get("format") != AVERAGES_FORMAT or type(steps) is not int or steps < 0:
+    if averages.get("format") != AVERAGES_FORMAT or not _is_steps(steps):
         raise UsageError(
-            f"{_WHERE}: not made by state_dict() of this kind; expected {AVERAGES_FORMAT!r} with a "
+            f"{LOADED}: not made by state_dict() of this kind; expected {AVERAGES_FORMAT!r} with a "
             "number of steps"
         )
-    if update.shapes is not None:
-        for kind in _kinds(averages):
-            _check_names(kind, averages[kind], update.shapes)
-            check_tensors(averages[kind], update.shapes, f"{_WHERE}: {kind!r}")
+    update.check_averages(averages)
+
+
+def _is_steps(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST_STEPS
 
 
 def load_extra(engine: Engine, state: Any) -> None:
@@ -334,9 +346,7 @@ def load_extra(engine: Engine, state: Any) -> None:
         engine.compression.load_parts(parts)
     update = engine.update
     if update.averaging:
-        averages = _averages(state) or {}
-        tensors = {kind: averages[kind] for kind in _kinds(averages)}
-        update.resume(averages.get("steps", 0), tensors)
+        update.resume(_averages(state) or {})
 
 
 def _log_missing(engine: Engine, state: Any) -> None:
@@ -371,25 +381,5 @@ def _parts(state: Any) -> Any:
 def _averages(state: Any) -> dict[str, Any] | None:
     averages = state.get(AVERAGES) if isinstance(state, dict) else None
     if averages is not None and not isinstance(averages, dict):
-        raise UsageError(f"{_WHERE}: {type(averages).__name__}; expected a dict: save it again")
+        raise UsageError(f"{LOADED}: {type(averages).__name__}; expected a dict: save it again")
     return averages
-
-
-def _kinds(averages: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of tensors in the state; empty without an outer optimizer."""
-    found = [kind for kind in (SHARED, VELOCITY, START) if kind in averages]
-    if found and not {SHARED, VELOCITY} <= set(found):
-        raise UsageError(
-            f"{_WHERE}: {found[0]!r} without {SHARED!r} and {VELOCITY!r}; save it again"
-        )
-    return found
-
-
-def _check_names(kind: str, values: Any, shapes: Mapping[str, torch.Size]) -> None:
-    if not isinstance(values, dict) or values.keys() != shapes.keys():
-        others = sorted(set(values) ^ set(shapes), key=str) if isinstance(values, dict) else []
-        raise UsageError(
-            f"{_WHERE}: {kind!r} is not of the trained parameters of this model"
-            f"{f' ({others[0]!r} is in one of them only)' if others else ''}; load a state of the "
-            "same model"
-        )

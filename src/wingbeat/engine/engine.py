@@ -85,6 +85,7 @@ from wingbeat.engine.model_checks import (
     refuse_unfrozen,
     refuse_wrapper_around,
 )
+from wingbeat.engine.runtime import Recovery
 from wingbeat.engine.updates.stepper import StepArguments, Stepper
 from wingbeat.engine.updates.update import Training
 from wingbeat.errors import PeerError, UsageError
@@ -98,6 +99,7 @@ from wingbeat.schedules.events import Phase
 from wingbeat.schedules.intents import Intent
 from wingbeat.traits import KEPT, MEANS
 from wingbeat.transport import graceful_shutdown
+from wingbeat.transport.world import World
 
 _is_due = operator.attrgetter("due")
 
@@ -115,6 +117,8 @@ class Engine:
         asked: whether a GradScaler has queried, since the last step, how gradients are unscaled.
         copied: whether this worker has copied another's state, and has not used it yet.
         hooks: on the model, its parameters and its optimizer; None for a single worker.
+        recovery: continues without failed workers; None where training ends.
+        dropped: whether the last step was dropped after a failure.
         meter: counts for `wingbeat top`.
         sync: whether backwards synchronise gradients; False inside `no_sync`.
         scale: factor of gradients, the inverse of the number of workers.
@@ -204,15 +208,18 @@ class Engine:
             buffers=self.buffer_sync.tensors,
             rebucket=WeakCall(self.rebucket),
         )
-        self.runtime = exchange.build(context) if world.size > 1 else context.single_worker()
+        several = world.size > 1 or world.group is not None
+        self.runtime = exchange.build(context) if several else context.single_worker()
         self.compression = context.compression
         self.meter = self.runtime.meter = Meter(type(model).__name__)
         self.meter.show(self.runtime.exchange.sections)
+        self.recovery = self.runtime.recovery
+        self.dropped = False
         self.bundling = self.runtime.profiler
         self.views = self.runtime.views
         self.update = self.runtime.update
         self.dispatch = self.runtime.dispatch
-        if world.size > 1:
+        if several:
             self._start()
         else:
             hook = ForwardHook(weakref.ref(self), "before_forward")
@@ -220,6 +227,8 @@ class Engine:
                 model.register_forward_pre_hook(hook, prepend=True),
                 *sum_partial_gradients(self.slots),
             ]
+        if self.recovery is not None:
+            self.recovery.attach(self)
 
     def __reduce__(self) -> Any:
         # Copies of objects that refer to the engine are plain.
@@ -300,6 +309,26 @@ class Engine:
         self.bucketing.rebuild()
         self._adopt_buckets()
 
+    def move(self, world: World) -> None:
+        """Exchange in ``world``, another group of workers, from the next backward on."""
+        self.collectives.move(world)
+        self.world, self.scale = world, 1.0 / world.size
+        self.steps_made.move(world.rank, world.ranks)
+        self.bucketing.move(world)
+        self.buffer_sync.move()
+
+    def _guard(self, operation: Callable[[], object]) -> None:
+        """Perform an operation with other workers, and recover where that is possible."""
+        if self.recovery is None:
+            operation()
+        else:
+            self.recovery.guard(operation)
+
+    @property
+    def dropping(self) -> bool:
+        """Whether the present step exchanges and applies nothing, after a failure."""
+        return self.recovery is not None and self.recovery.progress.dropping
+
     def _adopt_buckets(self) -> None:
         buckets, forward = self.buckets, self.bucketing.forward_buckets
         for bucket in buckets:
@@ -348,8 +377,17 @@ class Engine:
         if self.sync:
             if self.before_synced_forward is not None:
                 self.before_synced_forward()
-            if not in_transform():  # buffers may be its arguments, and cannot be written to
-                self.buffer_sync.request(self.buffer_root)
+            # Buffers may be a transform's arguments, and cannot be written to.
+            if not in_transform() and not self.dropping:
+                self._begin_exchange(of_buffers=True)
+                self._guard(lambda: self.buffer_sync.request(self.buffer_root))
+
+    def _begin_exchange(self, *, of_buffers: bool = False) -> None:
+        """Record the beginning of an exchange, after which a failure costs the present step."""
+        if self.recovery is None or (of_buffers and self.buffer_sync.channel is None):
+            return
+        self.recovery.progress.begin()
+        self.steps_made.asks = self.recovery.wanted
 
     def before_compiled_forward(self) -> None:
         """Make the whole model current before a compiled forward: inner hooks break its graph."""
@@ -366,7 +404,7 @@ class Engine:
     def before_module_forward(self, module: torch.nn.Module, _args: Any) -> None:
         """Make the tensors that a module reads current before its forward."""
         if not in_transform():
-            self.buffer_sync.apply()
+            self._guard(self.buffer_sync.apply)
         buckets = self.bucketing.needed_by(module)
         if buckets:
             self.apply_updates(buckets)
@@ -480,6 +518,7 @@ class Engine:
         self._next = 0
         self.meter.enter("backward")
         self.apply_updates(self.bucketing.forward_buckets)
+        self._begin_exchange()
         self.dispatch(events.BackwardBegins())
         self.runtime.checked = False
         self.bucketing.adopt_order()
@@ -547,7 +586,7 @@ class Engine:
             if self._streams is not None:
                 self._streams.join(bucket)
             steps = None if self._shadowing else self.steps_made.count
-            bucket.write_tail(steps, self.steps_made.rank)
+            bucket.write_tail(steps, self.steps_made.rank, asks=self.steps_made.asks)
             if self.bundling is not None:
                 self.bundling.measure_widths(bucket)
             bucket.wire = self.compression.launching(bucket)
@@ -567,7 +606,8 @@ class Engine:
         self._launch_complete()
         self._in_backward = False
         self.sparse.start(self.scale, shadowing=self._shadowing)
-        self.buffer_sync.start(self.buffer_root)
+        if not self.dropping:
+            self._guard(lambda: self.buffer_sync.start(self.buffer_root))
         if self.control is not None:
             self.control.exchange()
         self.bucketing.publish_order()
@@ -695,7 +735,7 @@ class Engine:
 
     def flush(self) -> None:
         """Apply all deferred updates, and the buffers that have arrived."""
-        self.buffer_sync.apply()
+        self._guard(self.buffer_sync.apply)
         self.apply_updates(self.bucketing.forward_buckets)
 
     def flush_on_close(self) -> None:
@@ -716,6 +756,8 @@ class Engine:
         """
         self.recover()
         self.flush()
+        if self.recovery is not None and always:
+            self.recovery.level()
         if self.update.level(always=always):
             self.buffer_sync.level()
         if self.update.averaging and self.world.inside is not None:
@@ -790,6 +832,7 @@ class Engine:
         self.update.refuse_lost("clip_grad_norm_()")
         self.dispatch(events.PartsNeeded(Intent.CLIP))
         in_parts = self.phase is Phase.REDUCED and not self.shadowed and not self.sparse
+        in_parts = in_parts and self.recovery is None  # no exchange that is not recovered from
         replica = self.world.inside
         if in_parts and norm_is_separable(self.buckets, norm_type, replica):
             return clip_blocks(self.buckets, self.collectives, max_norm, norm_type)
@@ -812,10 +855,35 @@ class Engine:
         self.scaled, self.asked = self.scaled and self.asked, False
         self.copied = False
         self.meter.enter("update")
-        with self.stepper.calling(arguments):
-            returned = self.update.step(self, arguments.closure)
+        if self.recovery is None:
+            returned = self._apply_step(arguments)
+        else:
+            returned = self._elastic_step(self.recovery, arguments)
         self.meter.stepped()
         graceful_shutdown.count_step()
+        return returned
+
+    def _apply_step(self, arguments: StepArguments) -> Any:
+        with self.stepper.calling(arguments):
+            return self.update.step(self, arguments.closure)
+
+    def _elastic_step(self, recovery: Recovery, arguments: StepArguments) -> Any:
+        """Make a step, or drop it after a failure."""
+        if arguments.closure is not None:
+            raise UsageError(
+                "optimizer.step(closure) with min_replicas=: a step that is dropped would have "
+                "called the closure; call it yourself, and then step()"
+            )
+        self.recover()
+        returned, applied = None, False
+        if not recovery.progress.dropping:
+            steps = self.steps_made.count
+            returned, applied = self._apply_step(arguments), self.steps_made.count > steps
+        if not applied:
+            self.dispatch(events.GradientsDropped())
+            self.steps_made.count = recovery.progress.steps + 1
+        self.dropped = not applied
+        recovery.stepped(self, applied=applied)
         return returned
 
     def between_steps(self) -> None:
@@ -883,6 +951,8 @@ class Engine:
 
     def close(self) -> None:
         """Close the engine's channel; no exchange is possible afterwards."""
+        if self.recovery is not None:
+            self.recovery.close()
         if self.world.channel:
             self.world.close()
 

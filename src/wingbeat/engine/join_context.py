@@ -153,6 +153,11 @@ def joined(
             "batches as it is; leave it out, and call model.synchronize() on all when each has "
             "trained"
         )
+    if engine.recovery is not None:
+        raise UsageError(
+            "join() with min_replicas=: give each worker as many batches; one that ends before the "
+            "others is left out"
+        )
     context, scale = _JoinContext(engine, divide_by_all, throw), engine.scale
     hook = ModuleHook(weakref.ref(context), "begin_local_batch")
     handle = engine.model.register_forward_pre_hook(hook, prepend=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -84,6 +84,33 @@ class LayerMeasurements(Protocol):
         """Measure the widths of a bucket's gradients."""
 
 
+class Recovery(Protocol):
+    """Continues without failed workers, see `wingbeat.methods.elastic.build`."""
+
+    @property
+    def progress(self) -> Any:
+        """How far this worker has come, and whether the present step is dropped."""
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this worker knows of a process that asks to join."""
+
+    def attach(self, engine: Any) -> None:
+        """Recover this engine; copy the weights if this process was started again."""
+
+    def guard(self, operation: Callable[[], object], *, in_step: bool = True) -> None:
+        """Perform an operation with other workers, and recover if it fails."""
+
+    def stepped(self, engine: Any, *, applied: bool) -> None:
+        """Record a step; ``applied`` is whether it was not dropped."""
+
+    def level(self) -> None:
+        """Wait until all workers come here, with equal weights."""
+
+    def close(self) -> None:
+        """Leave the other workers."""
+
+
 @dataclass
 class Runtime:
     """Passes each command to the part that performs it, before the schedule yields the next.
@@ -92,6 +119,7 @@ class Runtime:
         checked: whether step counts have been compared in the current iteration.
         meter: measures the time that the training thread is blocked.
         profiler: measures layers to bundle them again; None where buckets do not change so.
+        recovery: continues without failed workers; None where training ends.
     """
 
     schedule: Schedule
@@ -104,6 +132,7 @@ class Runtime:
     checked: bool = False
     meter: Meter = field(default_factory=lambda: Meter(""))
     profiler: LayerMeasurements | None = None
+    recovery: Recovery | None = None
 
     def dispatch(self, event: Event, closure: Closure = None) -> Any:
         """Perform the schedule's commands for ``event``; return the result of a whole step."""

@@ -435,6 +435,11 @@ class DeferringOptimizer(DistributedOptimizer):
 
         If False, the scaler unscales the blocks that each worker has reduced.
         """
+        if self._engine.recovery is not None:
+            raise UsageError(
+                "GradScaler.step() with min_replicas=: workers would scale differently after a "
+                "step that is dropped; train in bfloat16, which needs no scaler"
+            )
         usual = getattr(plain_class(self), _SUPPORTS, False)
         supports = bool(vars(self._engine.optimizer).get(_SUPPORTS, usual))
         self._engine.scaled, self._engine.asked = not supports, True

@@ -108,15 +108,19 @@ class Snapshot:
                 "that all workers train the same one"
             ) from None
 
+    def load_tensors(self, first: int = 0) -> None:
+        """Load the tensors from number ``first`` on, in place."""
+        with torch.no_grad():
+            for mine, theirs in zip(self._tensors[first:], self._new[first:], strict=True):
+                local(mine).copy_(theirs)
+
     def load_into(self, optimizer: torch.optim.Optimizer) -> None:
         """Load everything in place.
 
         State is moved to the device of its parameter, as `torch.optim.Optimizer.load_state_dict`
         does: ``step`` only for groups with ``capturable`` or ``fused``.
         """
-        with torch.no_grad():
-            for mine, theirs in zip(self._tensors, self._new, strict=True):
-                local(mine).copy_(theirs)
+        self.load_tensors()
         on_device = {
             param
             for group in optimizer.param_groups

@@ -211,10 +211,17 @@ def _empty_parts(saved: Metadata, where: str, engine: Engine) -> dict[str, torch
 
 
 def _unpacked(data: torch.Tensor) -> dict[str, Any]:
-    part = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    try:
+        part = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
+    except Exception as error:  # a damaged part may raise anything
+        raise _damaged(type(error).__name__) from error
     if not isinstance(part, dict) or "beside" not in part:
-        raise UsageError("checkpoint.load(): a worker's part is damaged; save it again")
+        raise _damaged("a field is missing")
     return part
+
+
+def _damaged(why: str) -> UsageError:
+    return UsageError(f"checkpoint.load(): a worker's part is damaged ({why}); save it again")
 
 
 # -- files of residuals beside other libraries' checkpoints ----------------------------------------

@@ -30,6 +30,44 @@ LEVELS = {
 """Values of the variable, and the levels of `logging` that they set."""
 
 
+EVENTS = {
+    "joined": logging.DEBUG,
+    "rejoined": logging.INFO,
+    "left": logging.INFO,
+    "lost": logging.WARNING,
+    "returned": logging.WARNING,
+    "excluded": logging.WARNING,
+    "path-cut": logging.WARNING,
+    "path-restored": logging.WARNING,
+    "terminated": logging.INFO,
+    "strategy-changed": logging.INFO,
+}
+"""The names of events, with their levels; ``docs/how-to/monitor.md`` states what they mean."""
+
+_incarnation = 0
+
+
+def set_incarnation(number: int) -> None:
+    """Set the number of processes that had this process's rank before it, for `log_event`."""
+    global _incarnation
+    _incarnation = number
+
+
+def log_event(event: str, text: str, *, rank: int, incarnation: int | None = None) -> None:
+    """Log a line that ends in ``[event=lost rank=1 incarnation=0]``.
+
+    ``rank`` is the worker that the event concerns, and ``incarnation`` the number of processes that
+    had this rank before; None: that of this process. The record has ``event``, ``rank`` and
+    ``incarnation`` as attributes.
+
+    >>> log_event("left", "rank 0: rank 1 has finished", rank=1, incarnation=0)
+    """
+    number = _incarnation if incarnation is None else incarnation
+    fields = {"event": event, "rank": rank, "incarnation": number}
+    shown = " ".join(f"{name}={value}" for name, value in fields.items())
+    log.log(EVENTS[event], "%s [%s]", text, shown, extra=fields)
+
+
 class _Fallback(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes nothing if the script has a handler."""
 

@@ -55,7 +55,9 @@ _NAME = 40
 """Maximum characters of a script's name; the path of a socket has about 100 in all."""
 
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[1].splitlines(); "
+    # A SIGTERM of the whole job may come while it imports the rest.
+    "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[1].splitlines(); "
     "from wingbeat.observe.supervisor import main; main(sys.argv[2:])"
 )
 """Like ``python -m wingbeat.observe.supervisor``, with this process's import path."""

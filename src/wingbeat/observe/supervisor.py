@@ -46,6 +46,9 @@ _BIND_S = 5.0
 
 _POLL_S = 0.5
 
+_RENAMED_S = 60.0
+"""Seconds after which a socket that has not been renamed is one of a killed process."""
+
 
 # -- the folder with one Unix socket per job of this user on this host ----------------------------
 
@@ -84,6 +87,32 @@ def check_private(path: Path) -> None:
     # Another user may have created that name in /tmp before.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise NotPrivate(f"{path}: it is not a folder of this user alone (chmod 700)")
+
+
+def live_sockets(folder: Path) -> list[Path]:
+    """Return the sockets of running jobs in a private folder; remove those of killed ones."""
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError:
+        return []
+    return [path for path in paths if _accepts(path) and path.suffix == SUFFIX]
+
+
+def _accepts(path: Path) -> bool:
+    """Whether a process accepts connections at this socket; removes the socket if none does."""
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.settimeout(REQUEST_S)
+        found = path.lstat()
+        # A socket with another suffix does not listen yet, unless it has been left for long.
+        new = path.suffix != SUFFIX and time.time() - found.st_mtime < _RENAMED_S
+        if stat.S_ISSOCK(found.st_mode) and not new:
+            try:
+                probe.connect(os.fspath(path))
+            except ConnectionRefusedError:  # its process was killed
+                path.unlink()
+            else:
+                return True
+    return False
 
 
 # -- the process ----------------------------------------------------------------------------------
@@ -142,7 +171,9 @@ class Supervisor:
 
     async def _open_socket(self) -> asyncio.Server | None:
         try:
-            path = make_private(Path(self._places.folder)) / f"{self._name}{SUFFIX}"
+            folder = make_private(Path(self._places.folder))
+            live_sockets(folder)  # removes those that killed jobs have left
+            path = folder / f"{self._name}{SUFFIX}"
             # A socket of that name may remain from before a restart, so bind another name and
             # rename it.
             new = path.with_suffix(f".{os.getpid()}")

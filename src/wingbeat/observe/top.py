@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import os
 import re
@@ -15,7 +14,13 @@ from rich.cells import cell_len
 
 from wingbeat.errors import UsageError, WingbeatError, unknown
 from wingbeat.observe.report import Job, Worker
-from wingbeat.observe.supervisor import SUFFIX, NotPrivate, check_private, socket_folder
+from wingbeat.observe.supervisor import (
+    SUFFIX,
+    NotPrivate,
+    check_private,
+    live_sockets,
+    socket_folder,
+)
 from wingbeat.schema import MalformedMessage
 
 TIMEOUT_S = 3.0
@@ -82,25 +87,7 @@ def running(folder: Path) -> list[Found]:
         check_private(folder)
     except NotPrivate as err:
         raise UsageError(f"jobs are not searched in {err}") from None
-    try:
-        paths = sorted(each for each in folder.iterdir() if each.suffix == SUFFIX)
-    except OSError:
-        return []
-    return [_job_behind(path) for path in paths if _listens(path)]
-
-
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(TIMEOUT_S)
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:  # its process was killed
-            with contextlib.suppress(OSError):
-                path.unlink()
-            return False
-        except OSError:
-            return False
-    return True
+    return [_job_behind(path) for path in live_sockets(folder)]
 
 
 def _job_behind(path: Path) -> Found:

@@ -18,6 +18,7 @@ from wingbeat.parts.plan import (
     Colayers,
     Elements,
     FixedBuckets,
+    Fragments,
     Layers,
     Merged,
     OneBucket,
@@ -32,6 +33,7 @@ from wingbeat.traits import ExchangePart, Part, Traits
 
 if TYPE_CHECKING:
     from wingbeat.methods.bounded_staleness.options import Bounded, InRounds, Stale
+    from wingbeat.methods.elastic.options import Elastic
     from wingbeat.methods.model_averaging.options import (
         Averaged,
         Groups,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from wingbeat.methods.parameter_server.options import OnServers, Served, Servers
 
 _METHODS = {
+    "methods.elastic": ("Elastic",),
     "methods.bounded_staleness": ("Bounded", "InRounds", "Stale"),
     "methods.model_averaging": ("Averaged", "Groups", "Local", "Outer", "Pairs", "PartnersPart"),
     "methods.parameter_server": ("OnServers", "Served", "Servers"),
@@ -58,9 +61,11 @@ __all__ = [
     "Decoupled",
     "Deferred",
     "Doubling",
+    "Elastic",
     "Elements",
     "ExchangePart",
     "FixedBuckets",
+    "Fragments",
     "Groups",
     "Half",
     "InRounds",

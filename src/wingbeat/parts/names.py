@@ -40,6 +40,7 @@ PLANS: Mapping[str, Named[Any]] = {
 EXCHANGES: Mapping[str, Named[Any]] = {
     **{name: Named(type(topology)) for name, topology in topologies.BY_NAME.items()},
     "bcube": Named(_bcube, "size", topologies.parse_size),
+    "elastic": _entry("Elastic", "min_replicas", int),
     "servers": _entry("Servers", "count", int),
     "bounded": _entry("Bounded", "s", count_of),
     "groups": _entry("Groups", "policy", str),

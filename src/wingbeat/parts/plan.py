@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wingbeat.compression import CodecOptions, Sketch
 from wingbeat.settings import SIZE, Settings
-from wingbeat.traits import ROUNDS, Part
+from wingbeat.traits import MEANS, ROUNDS, Part
 from wingbeat.types import Fusion, Tuning
 
 SEARCHES = ("bo", "random", "grid")
@@ -237,6 +237,62 @@ class OneBucket(PlanPart):
     def fusion(self) -> Fusion:
         """Return the rule for the bucket."""
         return Fusion(kind="one")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Fragments(PlanPart):
+    """Parameters by name, for models that are averaged one fragment at a time.
+
+    Args:
+        names: of each fragment the names of its modules and parameters, as in
+            ``model.named_parameters()``: ``"layers.1"`` has all parameters whose names begin with
+            ``layers.1.``, unless a longer name has them.
+
+    Raises:
+        UsageError: ``names`` is no sequence of sequences of names, or a name is given twice.
+    """
+
+    names: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", self._checked())
+
+    def _checked(self) -> tuple[tuple[str, ...], ...]:
+        allowed = "lists of lists of names, such as [['embedding', 'layers.0'], ['layers.1']]"
+        if not _is_list(self.names) or not all(map(_is_list, self.names)):
+            raise self.refusal(f"allowed are {allowed}", "names")
+        found = tuple(map(tuple, self.names))
+        each = [name for names in found for name in names]
+        if not each or not all(found) or not all(name and isinstance(name, str) for name in each):
+            raise self.refusal(f"allowed are {allowed}, with a name in each", "names")
+        twice = next((name for name in each if each.count(name) > 1), "")
+        if twice:
+            raise self.refusal(f"{twice!r} is named twice; allowed is once", "names")
+        return found
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """An exchange that averages models: buckets of gradients have one dtype each."""
+        return frozenset({MEANS})
+
+    def fusion(self) -> Fusion:
+        """Return the rule for the buckets."""
+        return Fusion(kind="named", fragments=self.names)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def fragments_of(text: str) -> int | tuple[tuple[str, ...], ...]:
+    """Parse a number of fragments, or names with ``+`` between them and ``/`` between fragments.
+
+    >>> fragments_of("4"), fragments_of("embedding+layers.0/layers.1")
+    (4, (('embedding', 'layers.0'), ('layers.1',)))
+    """
+    if text.lstrip("-").isdecimal():
+        return int(text)
+    return tuple(tuple(part.split("+")) for part in text.split("/"))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
 from wingbeat.planning.costs import Floats
 from wingbeat.planning.files import check_range
+from wingbeat.planning.gaussian_process import GaussianProcess, expected_improvement
 from wingbeat.planning.plans import make_plan
 from wingbeat.planning.trials import Blocks, LedTrial, Search
 from wingbeat.types import Fusion, Plan, TensorSpec, Tuning
@@ -277,8 +278,7 @@ def choose(samples: Sequence[Sample]) -> tuple[int, tuple[float, ...]]:
 # The hyperparameters of the kernel are constants, because a few noisy samples do not determine them
 # and a fit sometimes takes noise for structure. They were chosen on simulated DeAR iterations of
 # five networks and on synthetic curves, where they match fitted ones at 1% of noise and are better
-# at 5%. The result is not sensitive to them. scikit-learn and scipy, which take a second, are
-# imported only to tune.
+# at 5%. The result is not sensitive to them.
 
 XI = 0.1
 """The paper's value: high, to prefer exploration."""
@@ -303,8 +303,6 @@ def _most_expected_improvement(
     tuning: Tuning, samples: Sequence[Sample], topologies: Sequence[str]
 ) -> Setting:
     """Search size and topology jointly (DeAR leaves other parameters to future work, VII-A)."""
-    from bayes_opt.acquisition import ExpectedImprovement
-
     points, targets, noise = _merged(samples)
     # The start may lie outside the range.
     low, high = math.log2(tuning.low_bytes), math.log2(tuning.high_bytes)
@@ -313,12 +311,8 @@ def _most_expected_improvement(
         return size_at(tuning, 0.5), samples[0].topology
     sizes = np.geomspace(tuning.low_bytes, tuning.high_bytes, CANDIDATES // len(topologies))
     settings = [(float(size), name) for name in topologies for size in sizes]
-    mean, std = _process(points, targets, noise).predict(
-        _points(settings, _topologies(samples)), return_std=True
-    )
-    acquisition = ExpectedImprovement(xi=XI)
-    acquisition.y_max = inside.max()
-    gain = acquisition.base_acq(mean, np.maximum(std, 1e-12))
+    mean, std = _process(points, targets, noise).predict(_points(settings, _topologies(samples)))
+    gain = expected_improvement(mean, np.maximum(std, 1e-12), float(inside.max()) + XI)
     size, topology = settings[int(np.argmax(gain))]
     return min(max(round(size), tuning.low_bytes), tuning.high_bytes), topology
 
@@ -335,7 +329,7 @@ def posterior(
     centre = _centre(samples)
     names = topologies or [samples[0].topology] * len(sizes)
     at = _points(list(zip(sizes, names, strict=True)), _topologies(samples))
-    mean, std = _process(*_merged(samples)).predict(at, return_std=True)
+    mean, std = _process(*_merged(samples)).predict(at)
     return (mean + centre) * unit, std * unit
 
 
@@ -377,18 +371,11 @@ def _points(settings: Sequence[tuple[float, str]], known: Sequence[str]) -> Floa
     return points
 
 
-def _process(points: Floats, targets: Floats, noise: Floats) -> Any:
-    from sklearn.gaussian_process import GaussianProcessRegressor
-    from sklearn.gaussian_process.kernels import ConstantKernel, Matern
-
+def _process(points: Floats, targets: Floats, noise: Floats) -> GaussianProcess:
     spread = max(SPREAD, float(np.std(targets)))
-    process = GaussianProcessRegressor(
-        kernel=ConstantKernel(spread**2, "fixed") * Matern(OCTAVES, "fixed", nu=2.5),
-        # The last term keeps the matrix regular if throughputs differ by orders of magnitude.
-        alpha=noise**2 + 1e-6 * spread**2,
-        optimizer=None,
-    )
-    return process.fit(points, targets)
+    # The last term keeps the matrix regular if throughputs differ by orders of magnitude.
+    variance = noise**2 + 1e-6 * spread**2
+    return GaussianProcess(points, targets, variance, spread=spread, length=OCTAVES)
 
 
 # -- trial ---------------------------------------------------------------------------------------
@@ -432,7 +419,6 @@ def bucket_size_trial(
 
 
 def _search(tuning: Tuning, start: Setting) -> Search[Setting, BucketSizeResult]:
-    choose([Sample(start[0], 1.0)])  # imports the libraries during the warm-up
     samples: list[Sample] = []
     decision_s: list[float] = []
     expected: tuple[float, ...] = ()

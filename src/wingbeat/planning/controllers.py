@@ -13,7 +13,7 @@ from wingbeat.collectives import Collectives
 from wingbeat.engine.gradients.bucketing import Bucketing
 from wingbeat.engine.gradients.compression import Compression
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.observe.log import log
+from wingbeat.observe.log import log, log_event
 from wingbeat.observe.summary import duration
 from wingbeat.parts.plan import Candidate, Chosen
 from wingbeat.parts.strategy import Strategy
@@ -266,7 +266,7 @@ class StrategyController:
         ]
         result = StrategyResult(tried=tuple(timed), chosen=self.name, iterations=self._iterations)
         self._result = result
-        log.info("%s", result.explain())
+        log_event("strategy-changed", result.explain(), rank=0)
         if self._plan.file:
             keep(self._plan.file, result, self._key)
 
@@ -276,9 +276,11 @@ class StrategyController:
         if drifted is None:
             return False
         if self._collectives.world.leads:
-            log.info(
-                "iterations take %.4g s in place of %.4g s with %s: trying strategies again",
-                *(drifted[1], drifted[0], self.name),
+            log_event(
+                "strategy-changed",
+                f"iterations take {drifted[1]:.4g} s in place of {drifted[0]:.4g} s with "
+                f"{self.name}: trying strategies again",
+                rank=0,
             )
         self.done = False
         self._begin()

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar, TypeVar, overload
 
@@ -310,8 +311,6 @@ def _solve(xs: Floats, ys: Floats) -> tuple[tuple[float, float], list[Interval]]
 
 def _least_squares(columns: Floats, target: Floats) -> list[tuple[float, float]]:
     """Return each coefficient and half of its 95% confidence interval."""
-    from scipy.special import stdtrit  # the quantiles of Student's distribution
-
     scale = np.sqrt((columns**2).sum(axis=0))
     scaled = columns / scale
     inverse = np.linalg.pinv(scaled.T @ scaled)
@@ -320,9 +319,35 @@ def _least_squares(columns: Floats, target: Floats) -> list[tuple[float, float]]
     if freedom < 1:
         return [(float(value), math.inf) for value in values / scale]
     variance = float(np.sum((scaled @ values - target) ** 2)) / freedom
-    halves = stdtrit(freedom, 0.975) * np.sqrt(np.maximum(variance * np.diag(inverse), 0.0))
+    halves = student_half_width(freedom) * np.sqrt(np.maximum(variance * np.diag(inverse), 0.0))
     pairs = zip(values / scale, halves / scale, strict=True)
     return [(float(value), float(half)) for value, half in pairs]
+
+
+@cache
+def student_half_width(freedom: int) -> float:
+    """Return the t for which a variable of Student's distribution is in -t to t in 95% of cases.
+
+    ``freedom`` is 1 or more. The relative error is below 1e-12 up to 10,000. The probability is a
+    finite sum in the angle ``atan(t / sqrt(freedom))`` (Abramowitz and Stegun, Handbook of
+    Mathematical Functions, 26.7.3 and 26.7.4), which is bisected.
+    """
+    odd = freedom % 2
+    ks = np.arange(1, (freedom - odd) // 2)
+    factors = np.cumprod(np.concatenate(([1.0], (2 * ks - 1 + odd) / (2 * ks + odd))))
+
+    def probability(angle: float) -> float:
+        powers = math.cos(angle) ** (2 * np.arange(len(factors)))
+        series = math.sin(angle) * float(factors @ powers)
+        if not odd:
+            return series
+        return 2.0 / math.pi * (angle + (math.cos(angle) * series if freedom > 1 else 0.0))
+
+    low, high = 0.0, math.pi / 2.0
+    for _ in range(60):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if probability(middle) < 0.95 else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
 
 
 def _fit(

@@ -40,6 +40,8 @@ def make_plan(
     if fusion.kind == "colayers":
         least = fusion.least or None if measured else None
         return colayer_plan(specs, order, fusion.layers, measured, least)
+    if fusion.kind == "named":
+        return by_names(specs, order, fusion.fragments)
     if fusion.kind == "none":
         return in_ready_order([(index,) for index in order], order)
     if fusion.kind not in ("one", "elements"):
@@ -69,6 +71,41 @@ def by_layers(specs: Sequence[TensorSpec], order: Sequence[int], count: int) -> 
         layer = number.setdefault(spec.name.rpartition(".")[0], len(number))
         buckets.setdefault((layer // count, spec.dtype, spec.device), []).append(index)
     return in_ready_order([tuple(tensors) for tensors in buckets.values()], order)
+
+
+def by_names(
+    specs: Sequence[TensorSpec], order: Sequence[int], fragments: Sequence[Sequence[str]]
+) -> Plan:
+    """Put the tensors of the named modules, and the named tensors, into a bucket each.
+
+    The buckets are in reverse order: the first fragment is the last bucket, as in backward. Of two
+    names of a tensor the longer one counts.
+
+    Raises:
+        UsageError: a tensor is in no fragment or in two, or a name has no tensor.
+    """
+    place = {name: number for number, names in enumerate(fragments) for name in names}
+    buckets: list[list[int]] = [[] for _ in fragments]
+    used = set()
+    for index in order:
+        words = specs[index].name.split(".")
+        prefixes = (".".join(words[:count]) for count in range(len(words), 0, -1))
+        found = next((prefix for prefix in prefixes if prefix in place), None)
+        if found is None:
+            raise UsageError(
+                f"fragments: the parameter {specs[index].name!r} is in none of the "
+                f"{len(fragments)} fragments; add it, or the name of its module, to one of them"
+            )
+        used.add(found)
+        buckets[place[found]].append(index)
+    unknown = [name for name in place if name not in used]
+    if unknown:
+        raise UsageError(
+            f"fragments: {unknown[0]!r} is no module or parameter with parameters that are trained "
+            "and in no longer name of the list; names are those of model.named_parameters(), such "
+            f"as {specs[order[0]].name!r} or {specs[order[0]].name.partition('.')[0]!r}"
+        )
+    return Plan(tuple(PlannedBucket(tuple(bucket)) for bucket in reversed(buckets)))
 
 
 def by_size(

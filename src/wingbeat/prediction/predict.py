@@ -17,7 +17,6 @@ from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.options import Bounded
 from wingbeat.methods.bounded_staleness.simulated import simulate_bounded
 from wingbeat.methods.model_averaging.options import Groups, Local, Outer, Pairs
-from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.methods.model_averaging.simulated import simulate_groups
 from wingbeat.methods.model_averaging.simulated_pairs import simulate_pairs
 from wingbeat.parts.strategy import Strategy
@@ -370,14 +369,11 @@ class _Job:
                 "are not simulated; simulate DiLoCo(every=30)"
             )
         cluster = self._replicas()
-        rules = None
-        if exchange.policy != "static":
-            rules = rules_of(exchange.policy, exchange.size, exchange.threshold)
         steps = -(-_STEPS // schedule.every) * schedule.every
         traffic = Traffic()
         run = simulate_groups(
             self.model,
-            rules,
+            exchange.rules,
             cluster.layout,
             cluster.links,
             work=self.work,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, cast
 
 from wingbeat.parts.strategy import Strategy
-from wingbeat.settings import MAX_MB, OptionError, check_call, defaults_of, is_number
+from wingbeat.settings import MAX_MB, OptionError, check_call, defaults_of, is_number, shown
 
 P = ParamSpec("P")
 
@@ -47,8 +47,9 @@ def preset(
                 mine = all(repr(given.get(k)) == repr(v) for k, v in own.options.items())
                 raise (own if mine else error) from None
             # In the order of the signature: ranks compare strategies by their repr.
-            shown = [f"{k}={options[k]!r}" for k, v in known.items() if options.get(k, v) != v]
-            return strategy.called(f"{name}({', '.join(shown)})")
+            changed = [k for k, v in known.items() if options.get(k, v) != v]
+            call = ", ".join(f"{key}={shown(options[key])}" for key in changed)
+            return strategy.called(f"{name}({call})")
 
         made.preset = readers or {}, keys or {}, instead or {}  # type: ignore[attr-defined]
         return made

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wingbeat import compression as codecs
 from wingbeat import parts, topologies
 from wingbeat.compression import DTYPES, Compression, TopK
 from wingbeat.methods.bounded_staleness.options import AUTO, bundles_of, colayers_of
+from wingbeat.methods.model_averaging.options import GRACE_S, in_python
 from wingbeat.methods.model_averaging.rules import GROUP_SIZE, THRESHOLD
 from wingbeat.methods.parameter_server import options as servers_options
 from wingbeat.methods.parameter_server.options import STEPS, Threshold, threshold_of
 from wingbeat.parts import names
-from wingbeat.parts.plan import COLAYERS, MIN_COLAYERS, RULES, SEARCHES, PlanPart
+from wingbeat.parts.plan import (
+    COLAYERS,
+    MIN_COLAYERS,
+    RULES,
+    SEARCHES,
+    PlanPart,
+    fragments_of,
+)
 from wingbeat.parts.strategy import Strategy
-from wingbeat.settings import OptionError, count_of, defaults_of, named
+from wingbeat.settings import OptionError, count_of, defaults_of, named, number_of
 from wingbeat.strategies.preset import Preset, check_first_mb, check_flags, preset, variant
 from wingbeat.topologies import Topology
+from wingbeat.traits import ExchangePart
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _refusal(reason: str, **options: Any) -> OptionError:
@@ -31,6 +44,14 @@ def _along(topology: str) -> Topology:
     if name not in topologies.BY_NAME and not name.startswith("bcube@"):
         raise OptionError.of("", {"topology": topology}, names=topologies.BY_NAME)
     return topologies.get(name)
+
+
+def _members(topology: str, min_replicas: int) -> ExchangePart:
+    """Return the exchange of all workers, or of those that are alive."""
+    along = _along(topology)
+    if min_replicas == 0:
+        return along
+    return parts.Elastic(min_replicas=min_replicas, topology=topology)
 
 
 # -- chosen by trial -------------------------------------------------------------------------------
@@ -162,6 +183,7 @@ def AllReduce(
     plan_file: str = "",
     compression: Compression = "fp32",
     topology: str = "ring",
+    min_replicas: int = 0,
 ) -> Strategy:
     """Wait-free backpropagation: buckets are all-reduced during backward, as in DDP.
 
@@ -192,6 +214,10 @@ def AllReduce(
             (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
             network interface for each level of a BCube; ``"bcube@3x2"`` sets its size). A ring or
             mesh is one of hosts: workers of one host sum in shared memory first.
+        min_replicas: continue without workers that fail, and admit them when they return, while
+            there are at least so many; 0: all workers end if one fails. The step of a failure is
+            dropped on all, and gradients are the mean over the others. With fewer workers training
+            waits for the timeout of `wingbeat.init`, and ends then. Needs a fixed plan.
 
     Raises:
         UsageError: a value is out of range.
@@ -209,12 +235,13 @@ def AllReduce(
         tune_topology=tune_topology,
         plan_file=plan_file,
     )
+    exchange = _members(topology, min_replicas)
     return Strategy(
-        plan=made, compression=compression, exchange=_along(topology), schedule=parts.WaitFree()
+        plan=made, compression=compression, exchange=exchange, schedule=parts.WaitFree()
     )
 
 
-@variant(AllReduce, topology="bcube")
+@variant(AllReduce, {"min_replicas": 0}, topology="bcube")
 def BML(**options: Any) -> None:
     """BML: all-reduces over all interfaces of a BCube at once (Wang et al., NeurIPS 2018).
 
@@ -253,6 +280,7 @@ def DeAR(
     compression: Compression = "fp32",
     shard_optimizer: bool = False,
     topology: str = "ring",
+    min_replicas: int = 0,
 ) -> Strategy:
     """All-reduce in two halves: reduce-scatter during backward, all-gather during the next forward.
 
@@ -289,6 +317,10 @@ def DeAR(
             (fewest messages: for many workers and little data) or ``"bcube"`` (hosts with one
             network interface for each level of a BCube; ``"bcube@3x2"`` sets its size). A ring or
             mesh is one of hosts: workers of one host sum in shared memory first.
+        min_replicas: continue without workers that fail, and admit them when they return, while
+            there are at least so many; 0: all workers end if one fails. The step of a failure is
+            dropped on all, and gradients are the mean over the others. With fewer workers training
+            waits for the timeout of `wingbeat.init`, and ends then. Needs a fixed plan.
 
     Raises:
         UsageError: a value is out of range.
@@ -310,7 +342,7 @@ def DeAR(
     return Strategy(
         plan=made,
         compression=compression,
-        exchange=_along(topology),
+        exchange=_members(topology, min_replicas),
         schedule=parts.Decoupled(),
         update=parts.Sharded() if shard_optimizer else "",
     )
@@ -795,14 +827,33 @@ def LocalSGD(
     )
 
 
-@preset(keys={"lr": "outer_lr", "momentum": "outer_momentum", "count": "fragments"})
+@preset(
+    keys={
+        "lr": "outer_lr",
+        "momentum": "outer_momentum",
+        "optimizer": "outer_optimizer",
+        "count": "fragments",
+        "names": "fragments",
+    },
+    readers={
+        "fragments": fragments_of,
+        "alpha": number_of,
+        "quorum": count_of,
+        "outer_optimizer": in_python,
+    },
+)
 def DiLoCo(
     *,
     every: int = 30,
-    fragments: int = 1,
+    fragments: int | Sequence[Sequence[str]] = 1,
     delay: int = 0,
+    alpha: float | None = None,
+    weights: str = "equal",
+    quorum: int | None = None,
+    grace: float = GRACE_S,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
+    outer_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     compression: Compression = "fp32",
     encrypted: bool = True,
 ) -> Strategy:
@@ -814,11 +865,27 @@ def DiLoCo(
 
     Args:
         every: steps from one average of a fragment to its next, H.
-        fragments: number of fragments into which the model's layers are divided.
+        fragments: number of fragments into which the model's layers are divided; or the fragments,
+            each a list of names of modules and parameters, which must be all that are trained. On
+            the command line ``fragments=embedding+layers.0/layers.1+head``.
         delay: steps during which an average is computed before it is applied; 0: the step waits for
-            it.
+            it. The step that applies it has a gradient of the weights before.
+        alpha: the share of a worker's own parameters when it applies an average, 0 to 1; the rest
+            is the shared model (torchft's ``fragment_update_alpha``). None: the shared model plus
+            all that the worker has moved since it sent.
+        weights: of workers in the average. ``"equal"``. ``"tokens"``: by the tokens or samples that
+            a worker has counted by `count_tokens` since its last merge. ``"decoupled"``: by these
+            times its tokens per step, the rule of Decoupled DiLoCo (Douillard et al., 2026).
+        quorum: workers, or replicas, with which an average is made: once as many have ended their
+            steps, it waits ``grace`` seconds for the others, and leaves out those that are late.
+            They copy the shared model later, keep their steps and merge them in the next average.
+            None: it waits for all that are alive.
+        grace: those seconds.
         outer_lr: learning rate of the outer optimizer.
         outer_momentum: Nesterov momentum of the outer optimizer.
+        outer_optimizer: makes another outer optimizer of a list of parameters, one flat one for
+            each fragment, such as ``functools.partial(torch.optim.Adam, lr=0.1)``. It must update
+            each element by itself. Not with ``outer_lr`` or ``outer_momentum``.
         compression: encoding of the changes: ``"fp32"`` (unchanged), ``"bf16"``, or a codec, such
             as ``"sketch@4"`` or ``TopK(density=0.02, bits=2)`` (SparseLoCo, Sarfi et al., 2025),
             whose error is added to the next change.
@@ -828,13 +895,23 @@ def DiLoCo(
     Raises:
         UsageError: a value is out of range.
     """
-    pieces = parts.Colayers(count=fragments)
+    pieces: parts.PlanPart = parts.OneBucket()
+    if isinstance(fragments, (list, tuple)):
+        pieces = parts.Fragments(names=fragments)  # type: ignore[arg-type]
+    elif fragments != 1:
+        pieces = parts.Colayers(count=fragments)  # type: ignore[arg-type]
     return Strategy(
-        plan=parts.OneBucket() if fragments == 1 else pieces,
+        plan=pieces,
         compression=compression,
-        exchange=parts.Groups(policy="all", encrypted=encrypted),
+        exchange=parts.Groups(policy="all", quorum=quorum, grace=grace, encrypted=encrypted),
         schedule=parts.Local(every=every, delay=delay),
-        update=parts.Outer(lr=outer_lr, momentum=outer_momentum),
+        update=parts.Outer(
+            lr=outer_lr,
+            momentum=outer_momentum,
+            optimizer=outer_optimizer,
+            alpha=alpha,
+            weights=weights,
+        ),
     )
 
 

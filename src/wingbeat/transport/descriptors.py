@@ -26,6 +26,9 @@ epoll and two listening sockets of its port, and one while a peer connects.
 DOORBELLS = 2
 """Descriptors of a connection in shared memory besides its socket."""
 
+STORE_DESCRIPTORS = 9
+"""Descriptors of torch's store in the process that serves it, besides connections."""
+
 _RESERVED = 4
 """Descriptors kept free for other uses, such as files and imports."""
 
@@ -44,6 +47,14 @@ def of_world(ranks: int, on_host: int, interfaces: int, *, serves: bool) -> int:
         + 1
         + ranks * serves
     )
+
+
+def of_store(ranks: int, *, serves: bool) -> int:
+    """Return the descriptors of a rank's two connections to the store.
+
+    ``serves`` is whether it is the process that serves it, with an end of those of all ranks.
+    """
+    return 2 + serves * (STORE_DESCRIPTORS + 2 * ranks)
 
 
 def raise_limit() -> None:

@@ -115,10 +115,10 @@ os.register_at_fork(after_in_child=_close_copies)
 
 def is_running(address: ProcessAddress) -> bool:
     """Whether the process is still running. A process on an unreachable host counts as exited."""
-    return _probe(address, _PROBES) is not False
+    return probe(address, _PROBES) is not False
 
 
-def _probe(address: ProcessAddress, attempts: int) -> bool | None:
+def probe(address: ProcessAddress, attempts: int) -> bool | None:
     """Whether the process answers; None if it is stopped or too busy.
 
     Only a refused connection or another process's token is conclusive; other failures may be
@@ -143,7 +143,7 @@ def _probe(address: ProcessAddress, attempts: int) -> bool | None:
         found = f"another program answers there: {reply!r}"
         if len(reply) == _TOKEN_CHARS:
             break
-    log.info("no process of this rank runs at %s (port %d): %s", address.host, address.port, found)
+    log.debug("no process of a rank runs at %s (port %d): %s", address.host, address.port, found)
     return False
 
 
@@ -162,7 +162,7 @@ def is_alive(store: Store, rank: int) -> bool:
     """Whether the process of ``rank`` is running and answers. A stopped process does not."""
     text = read_value(store, f"here/{rank}")
     try:
-        return text is not None and bool(_probe(ProcessAddress.from_text(text), 1))
+        return text is not None and bool(probe(ProcessAddress.from_text(text), 1))
     except ValueError:
         return False
 
@@ -205,7 +205,26 @@ _MAX_RANK_DIGITS = 9
 _MAX_OPERATION_CHARS = 80
 """Maximum characters of the operation that a peer publishes."""
 
+_MAX_INCARNATION_DIGITS = 9
+
 _FINISHED, _FAILED = "finished", "failed"
+
+
+def publish_incarnation(store: Store, rank: int, first: int) -> int:
+    """Publish and return the number of processes that had ``rank`` before this one.
+
+    ``first`` is the number if none had it since the store exists.
+    """
+    before = parse_number(read_value(store, f"incarnation/{rank}") or "", _MAX_INCARNATION_DIGITS)
+    own = first if before is None else before + 1
+    store.set(f"incarnation/{rank}", str(own))
+    return own
+
+
+def published_incarnation(store: Store, rank: int) -> int:
+    """Return the number that the present or last process of ``rank`` has published; 0 without."""
+    text = read_value(store, f"incarnation/{rank}") or ""
+    return parse_number(text, _MAX_INCARNATION_DIGITS) or 0
 
 
 def publish_exit(store: Store, rank: int, finished: bool) -> None:
@@ -236,6 +255,11 @@ def await_value(store: Store, key: str, rank: int, seconds: float) -> str | None
         if text is not None or is_final:
             return text
         time.sleep(_POLL_S)
+
+
+def process_has_ended(store: Store, rank: int) -> bool:
+    """Whether ``rank`` has published that it exits, or its host refuses connections to it."""
+    return has_exited(store, rank) or _is_refused(store, rank)
 
 
 def _is_refused(store: Store, rank: int) -> bool:

@@ -20,16 +20,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from wingbeat.errors import UsageError
-from wingbeat.observe.log import log
+from wingbeat.observe.log import log, log_event
 from wingbeat.transport.failures import (
     ANSWER_TIMEOUT_S,
     TERMINATED,
     await_value,
     first_failed,
     has_finished,
+    process_has_ended,
     publish_exit,
     publish_failure,
     published_failure,
+    published_incarnation,
 )
 from wingbeat.transport.store import Store
 from wingbeat.transport.text import parse_number
@@ -103,6 +105,10 @@ def _run_at_exit() -> None:
 def exit_after_sigterm() -> NoReturn:
     """Exit with status 143. Called after all state is saved."""
     _ExitHandler.terminated = True
+    # A launcher and its scheduler may both send the signal. The interpreter restores the default
+    # action of a signal with a handler before the process ends, which would be its status then.
+    with contextlib.suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise SystemExit(TERMINATED)
 
 
@@ -260,7 +266,7 @@ class SigtermHandler:
 
     def _leave(self) -> None:
         rank = self.world.rank
-        log.info("rank %d: SIGTERM: saving after step %d", rank, self._count)
+        log_event("terminated", f"rank {rank}: SIGTERM: saving after step {self._count}", rank=rank)
         self._doing = "save() was running"
         self.save()
         self._doing = "it was leaving; save() had returned"
@@ -328,7 +334,8 @@ def stop_if_due(*, lockstep: bool, together: Sequence[int] = ()) -> None:
         _installed.stop_if_due(lockstep=lockstep, together=together)
 
 
-_SILENT = "gave no sign in time, or has ended without a word"
+_SILENT = "gave no sign in time"
+_ENDED = "has ended without an exception: it was killed, or called os._exit()"
 
 
 _STORE_S = 1.0
@@ -351,9 +358,9 @@ class Departures:
         ranks: Sequence[int] = (),
         *,
         everyone: Sequence[int] = (),
-        warn: Callable[[str], None] = log.warning,
+        record: Callable[..., None] = log_event,
     ) -> None:
-        self._store, self._me, self._warn = store, me, warn
+        self._store, self._me, self._record = store, me, record
         self._ranks, self._everyone = ranks, everyone or ranks
         self.gone: dict[int, str] = {}
         self._asking: list[threading.Thread] = []
@@ -367,21 +374,12 @@ class Departures:
         if worker in self.gone:
             return
         self.gone[worker] = how or _SILENT
-        if self._store is None:
-            self._warn_lost(worker)
-            return
-        thread = threading.Thread(
-            target=self._ask, args=(self._store, worker, how), name="wingbeat-departures",
-            daemon=True,
-        )  # fmt: skip
-        self._asking.append(thread)
-        with contextlib.suppress(RuntimeError):  # the interpreter is exiting
-            thread.start()
+        self._ask(self._log_lost, worker, how)
 
     def back(self, worker: int) -> None:
-        """Log that a lost worker has rejoined."""
+        """Log that a lost worker has rejoined; does not block."""
         if self.gone.pop(worker, None) is not None:
-            self._warn(f"{self._me}: rank {self._rank(worker)} is back")
+            self._ask(self._log_back, worker)
 
     def how(self, worker: int) -> str:
         """Return how a lost worker exited. Blocks on the store."""
@@ -405,25 +403,44 @@ class Departures:
         if self.gone:
             gone = sorted(self.gone.items())
             how = ", ".join(f"rank {self._rank(worker)} {reason}" for worker, reason in gone)
-            self._warn(f"{self._me}: trained to the end without all workers: {how}")
+            log.warning("%s: trained to the end without all workers: %s", self._me, how)
 
-    def _ask(self, store: Store, worker: int, how: str) -> None:
-        """Read how a worker exited, and log it."""
-        rank = self._rank(worker)
-        failure = published_failure(store, rank, 0.0 if how else ANSWER_TIMEOUT_S)
-        if not failure and not how and has_finished(store, rank):
-            self.gone.pop(worker, None)
-            log.info("%s: rank %d has finished; the others continue", self._me, rank)
+    def _ask(self, work: Callable[..., None], *args: object) -> None:
+        """Call ``work`` in a thread that may wait for the store."""
+        if self._store is None:
+            work(*args)
             return
-        if failure and worker in self.gone:
-            self.gone[worker] = f"failed with {failure}"
-        self._warn_lost(worker)
+        thread = threading.Thread(target=work, args=args, name="wingbeat-departures", daemon=True)
+        self._asking.append(thread)
+        with contextlib.suppress(RuntimeError):  # the interpreter is exiting
+            thread.start()
 
-    def _warn_lost(self, worker: int) -> None:
-        how = self.gone.get(worker)
-        if how is not None:  # otherwise it has rejoined
-            rank = self._rank(worker)
-            self._warn(f"{self._me}: rank {rank} {how}; the others continue without it")
+    def _log_lost(self, worker: int, how: str) -> None:
+        """Read how a worker exited, and log it."""
+        rank, store = self._rank(worker), self._store
+        if store is not None:
+            failure = published_failure(store, rank, 0.0 if how else ANSWER_TIMEOUT_S)
+            if not failure and not how and has_finished(store, rank):
+                self.gone.pop(worker, None)
+                self._log("left", worker, f"rank {rank} has finished; the others continue")
+                return
+            if failure:
+                how = f"failed with {failure}"
+            elif not how and process_has_ended(store, rank):
+                how = _ENDED
+            if how and worker in self.gone:
+                self.gone[worker] = how
+        reason = self.gone.get(worker)
+        if reason is not None:  # otherwise it has rejoined
+            self._log("lost", worker, f"rank {rank} {reason}; the others continue without it")
+
+    def _log_back(self, worker: int) -> None:
+        self._log("returned", worker, f"rank {self._rank(worker)} is back")
+
+    def _log(self, event: str, worker: int, text: str) -> None:
+        rank = self._rank(worker)
+        incarnation = 0 if self._store is None else published_incarnation(self._store, rank)
+        self._record(event, f"{self._me}: {text}", rank=rank, incarnation=incarnation)
 
     def _rank(self, worker: int) -> int:
         return self._ranks[worker] if self._ranks else worker

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,7 +24,13 @@ import torch.distributed.nn.functional
 
 from wingbeat.environment import warning_of_unknown
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.observe.log import chosen_level, log, log_to_stderr
+from wingbeat.observe.log import (
+    chosen_level,
+    log,
+    log_event,
+    log_to_stderr,
+    set_incarnation,
+)
 from wingbeat.schema import MAX_REAL, Length, MalformedMessage, Range, parse_json, to_json
 from wingbeat.transport import (
     descriptors,
@@ -31,11 +38,18 @@ from wingbeat.transport import (
     graceful_shutdown,
     launchers,
     replica_jobs,
+    restarts,
     tcp,
 )
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport import world as world_module
-from wingbeat.transport.failures import LivenessListener, ProcessAddress, is_running
+from wingbeat.transport.failures import (
+    LivenessListener,
+    ProcessAddress,
+    is_running,
+    publish_failure,
+    publish_incarnation,
+)
 from wingbeat.transport.gloo import watch_listeners
 from wingbeat.transport.hosted_services import request_service
 from wingbeat.transport.link import Link
@@ -50,7 +64,7 @@ from wingbeat.transport.replica_jobs import (
 from wingbeat.transport.served_store import RemoteStore
 from wingbeat.transport.services import Service, ServiceConfig
 from wingbeat.transport.store import AtomicStore
-from wingbeat.transport.text import first_line
+from wingbeat.transport.text import first_line, parse_number
 from wingbeat.transport.torch_store import (
     KEY_VARIABLE,
     TAG_PREFIX,
@@ -71,6 +85,8 @@ _MAX_NAME_CHARS = 256
 
 _OVERWRITE_S = 2.0
 """Seconds for rank 0 to overwrite a rejected value; after that it has another key."""
+
+_MAX_ATTEMPT_DIGITS = 9
 
 StartGroup: TypeAlias = Callable[[Sequence[nic.Interface]], None]
 """Starts torch's default group on one of the interfaces that connect the hosts."""
@@ -289,6 +305,9 @@ def init(
         world = _init_torch_job(timeout, interfaces, encrypted, cuda, dscp, key)
     world_module.set_current(world)
     graceful_shutdown.close_at_exit(world, shutdown)
+    set_incarnation(world.incarnation)
+    event = "rejoined" if world.returned else "joined"
+    log_event(event, f"rank {world.rank}: {event} a job of {world.size} workers", rank=world.rank)
     return world
 
 
@@ -304,7 +323,7 @@ def _init_torch_job(
     met_by_torch = dist.is_initialized()
     rank, size, store = _rendezvous(timeout)
     _start_logging(rank)
-    place = _next_place()
+    place = _next_place(store, rank, size, timeout, key)
     store = dist.PrefixStore(f"wingbeat/{place}", store)
     own, watch = _watched_connection(store, rank, size)
     first = TorchStore(own, None if key is None else Authenticator(key, place))
@@ -321,10 +340,12 @@ def _init_torch_job(
         # Groups of torch accept no late members.
         start = functools.partial(_start_default_group, store, world, rank, size)
         try:
+            attempt = parse_number(place.partition("/")[0], _MAX_ATTEMPT_DIGITS) or 0
+            world.incarnation = publish_incarnation(world.store, rank, attempt)
             _join(world, interfaces, key, None if world.returned else start)
             _forget_exit(world, store)
-        except BaseException:
-            incarnation.close()
+        except BaseException as error:
+            _give_up(world, incarnation, error)
             raise
         world.on_closed(incarnation.close)  # another process may then claim its rank
         if watch is not None:
@@ -336,6 +357,12 @@ def _init_torch_job(
     return world
 
 
+def _give_up(world: World, incarnation: LivenessListener, error: BaseException) -> None:
+    """Publish the error for the ranks that wait for this one, and free its rank."""
+    publish_failure(world.store, world.rank, error)
+    incarnation.close()
+
+
 def _start_logging(rank: int) -> None:
     log_to_stderr(f"rank {rank}", leads=rank == 0)
     text = warning_of_unknown(os.environ)
@@ -343,13 +370,18 @@ def _start_logging(rank: int) -> None:
         log.warning("%s", text)
 
 
-def _next_place() -> str:
+def _next_place(store: dist.Store, rank: int, size: int, timeout: float, key: bytes | None) -> str:
     """Return a prefix that separates the keys of successive worlds in one process.
 
     It also separates those of a restart by torchrun, which reuses the store.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{attempt}/{next(_generation)}"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts.has_agents(os.environ):
+        prefix = "wingbeat/starts"
+        own = _own_connection(dist.PrefixStore(prefix, store), size)
+        signed = TorchStore(own, None if key is None else Authenticator(key, prefix))
+        start = restarts.agree_on_start(signed, rank, size, timeout)
+    return f"{start}/{next(_generation)}"
 
 
 def _init_replica(
@@ -363,7 +395,7 @@ def _init_replica(
     """Return the world of the ranks of all replicas, one of which is this torch job."""
     replica_jobs.end_with_launcher(os.environ)
     torch_rank, torch_size, torch_store = _rendezvous(timeout)
-    place = _next_place()
+    place = _next_place(torch_store, torch_rank, torch_size, timeout, key)
     torch_store = dist.PrefixStore(f"wingbeat/{place}", torch_store)
     rank, size = settings.number * torch_size + torch_rank, settings.replicas * torch_size
     _start_logging(rank)
@@ -399,14 +431,15 @@ def _init_replica(
     )
     incarnation = _claim_in_replica(world, settings, torch_job, inside)
     try:
+        world.incarnation = publish_incarnation(store, rank, 0)
         if world.returned:
             replica_jobs.require_others(store, settings, torch_job, rank)
         start = functools.partial(_start_default_group, torch_store, world, torch_rank, torch_size)
         _join(world, interfaces, key, start)
         _forget_exit(world, shared)
         replica_jobs.publish_joined(store, rank, incarnation.address.to_text())
-    except BaseException:
-        incarnation.close()
+    except BaseException as error:
+        _give_up(world, incarnation, error)
         raise
     world.on_closed(incarnation.close)
     return world
@@ -577,24 +610,42 @@ def _rendezvous(timeout: float) -> tuple[int, int, dist.Store]:
 
 
 def _open_store(timeout: float) -> tuple[int, int, dist.Store]:
-    begin = time.monotonic()
-    try:
-        store, rank, size = next(
-            iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        )
-    except (RuntimeError, ValueError) as err:
-        env = os.environ
-        if env["RANK"] == "0" and "EADDRINUSE" in str(err):
+    begin, env = time.monotonic(), os.environ
+    serves = env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # Without them connections to the store are closed, and the other ranks try again in silence.
+    descriptors.require(
+        descriptors.of_store(launchers.parse_count(env, "WORLD_SIZE"), serves=serves),
+        f"rank {env['RANK']}: {'serving' if serves else 'reaching'} the store",
+    )
+    while True:
+        try:
+            store, rank, size = next(
+                iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+            )
+            return rank, size, store
+        except (RuntimeError, ValueError) as err:
+            in_use = env["RANK"] == "0" and "EADDRINUSE" in str(err)
+            if in_use and _await_port(int(env["MASTER_PORT"]), begin + _RELEASE_S):
+                continue
+            if in_use:
+                raise RendezvousError(
+                    f"rank 0 cannot serve the store at {_store_address()}: another job or program "
+                    "uses the port; set another MASTER_PORT on all workers"
+                ) from None
             raise RendezvousError(
-                f"rank 0 cannot serve the store at {_store_address()}: another job or program uses "
-                "the port; set another MASTER_PORT on all workers"
+                f"rank {env['RANK']} did not reach the store at {_store_address()} after "
+                f"{time.monotonic() - begin:.1f} s: {first_line(err)}; check that rank 0 runs, "
+                "that its address is correct, and that no firewall blocks the port"
             ) from None
-        raise RendezvousError(
-            f"rank {env['RANK']} did not reach the store at {_store_address()} after "
-            f"{time.monotonic() - begin:.1f} s: {first_line(err)}; check that rank 0 runs, that "
-            "its address is correct, and that no firewall blocks the port"
-        ) from None
-    return rank, size, store
+
+
+def _await_port(port: int, deadline: float) -> bool:
+    """Wait for a port that the former process of rank 0 may still hold; whether it is free."""
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return True
+        time.sleep(_RELEASE_POLL_S)
+    return False
 
 
 def _own_connection(store: dist.Store, size: int) -> dist.Store:
@@ -742,6 +793,7 @@ def _join(
     answers = world.replay_exchange("connections")
     links = tcp.rejoin(
         *(world.rank, chosen, answers, key, world.store),
+        members=world.members,
         encrypted=world.encrypted,
         dscp=world.dscp,
         shared_memory=tcp.shared_memory_enabled(),
@@ -780,6 +832,7 @@ def _connect(
         start(chosen)
     world.links = links = tcp.connect(
         *(rank, chosen, world.exchange, key, world.timeout, world.store),
+        members=world.members,
         encrypted=world.encrypted,
         dscp=world.dscp,
         shared_memory=tcp.shared_memory_enabled(),

@@ -40,9 +40,10 @@ import torch
 
 from wingbeat import _native
 from wingbeat.errors import RendezvousError
-from wingbeat.observe.log import log
+from wingbeat.observe.log import log, log_event
 from wingbeat.settings import is_on
 from wingbeat.transport import encryption, repair
+from wingbeat.transport.failures import process_has_ended, published_failure
 from wingbeat.transport.handshake import (
     IDENTITY,
     MAGIC,
@@ -71,6 +72,9 @@ _MAX_NAME = 64
 
 _RETRY_S = 0.05
 _MIN_CONNECT_S = 0.1
+
+_ENDED_CHECK_S = 0.5
+"""Seconds between two checks whether a rank that has not connected has ended."""
 
 _AGAIN_S = 5.0
 """Seconds to connect again to a rank that a group needs."""
@@ -225,20 +229,22 @@ def connect(
     timeout: float,
     store: Store,
     *,
+    members: Sequence[int] = (),
     encrypted: bool | None = None,
     dscp: int = 0,
     shared_memory: bool = True,
 ) -> tuple[TcpLink, ...]:
     """Connect this rank to all others over each interface, within ``timeout`` seconds.
 
-    ``exchange`` and ``store`` are those of the world, ``encrypted`` and ``dscp`` are as in
-    `wingbeat.init`.
+    ``exchange``, ``store`` and ``members`` are those of the world, ``encrypted`` and ``dscp`` are
+    as in `wingbeat.init`.
     ``shared_memory``: use it with ranks of this host that do the same; its bytes are not encrypted.
     A `RendezvousError` names the rank, address, interface and duration if a peer could not be
     reached, or did not connect.
     """
     links = _make_links(
         *(rank, interfaces, lambda own: exchange("connections", own), job_key, store),
+        members=members,
         encrypted=encrypted,
         dscp=dscp,
         shared_memory=shared_memory,
@@ -267,6 +273,7 @@ def rejoin(
     job_key: bytes | None,
     store: Store,
     *,
+    members: Sequence[int] = (),
     encrypted: bool | None = None,
     dscp: int = 0,
     shared_memory: bool = True,
@@ -282,6 +289,7 @@ def rejoin(
 
     return _make_links(
         *(rank, interfaces, publish, job_key, store),
+        members=members,
         encrypted=encrypted,
         dscp=dscp,
         shared_memory=shared_memory,
@@ -295,6 +303,7 @@ def _make_links(
     job_key: bytes | None,
     store: Store,
     *,
+    members: Sequence[int],
     encrypted: bool | None,
     dscp: int,
     shared_memory: bool,
@@ -314,7 +323,7 @@ def _make_links(
             [[place.address for place in each.places] for each in first],
             job_key,
         )
-        ranks = _Ranks(rank, first, secret, host, store)
+        ranks = _Ranks(rank, first, secret, host, store, members or range(len(first)))
     except BaseException:
         for listener in filter(None, itertools.chain(*listeners)):
             listener.close()
@@ -373,11 +382,25 @@ class _Ranks:
     """The addresses of all ranks: those of their first processes, and of restarted ones."""
 
     def __init__(
-        self, own: int, first: list[_Answer], secret: str, host: str, store: Store
+        self,
+        own: int,
+        first: list[_Answer],
+        secret: str,
+        host: str,
+        store: Store,
+        members: Sequence[int],
     ) -> None:
-        self.own, self.first, self.host = own, first, host
+        self.own, self.first, self.host, self.members = own, first, host, members
         self.incarnation = _incarnation(secret)
         self._store = store
+
+    def how_ended(self, peer: int) -> str:
+        """Return how the process of a rank has ended; empty if it is running, or not known."""
+        rank = self.members[peer]
+        if not process_has_ended(self._store, rank):
+            return ""
+        failure = published_failure(self._store, rank)
+        return f"it failed with {failure}" if failure else "its process has ended"
 
     def find(self, peer: int) -> _Answer:
         """Return the present address of a rank."""
@@ -509,14 +532,25 @@ class _Port(threading.Thread):
 
     def wait_for_higher(self, timeout: float, deadline: float) -> None:
         """Wait until all higher ranks have connected; a `RendezvousError` at the deadline."""
-        with self._changed:
-            left = max(0.0, deadline - time.monotonic())
-            if not self._changed.wait_for(lambda: not self._missing, left):
+        me = self._ranks.members[self._rank]
+        for turn in itertools.count():
+            with self._changed:
+                left = max(0.0, min(_ENDED_CHECK_S, deadline - time.monotonic()))
+                if self._changed.wait_for(lambda: not self._missing, left):
+                    return
+                missing = sorted(self._missing)
+            where = f"rank {me} at {self.interface.address} on interface {self.interface.name}"
+            if time.monotonic() >= deadline:
                 raise RendezvousError(
-                    f"rank {self._rank} at {self.interface.address} on interface "
-                    f"{self.interface.name}: rank {min(self._missing)} did not connect within "
+                    f"{where}: rank {self._ranks.members[missing[0]]} did not connect within "
                     f"{timeout:g} s; check that every host can reach this address, or name other "
                     "interfaces"
+                )
+            peer = missing[turn % len(missing)]
+            if how := self._ranks.how_ended(peer):
+                raise RendezvousError(
+                    f"{where}: rank {self._ranks.members[peer]} did not connect: {how}; read its "
+                    "output"
                 )
 
     def reach(self, peer: int) -> None:
@@ -569,12 +603,14 @@ class _Port(threading.Thread):
                     return
                 gone = again and isinstance(error, ConnectionRefusedError)
                 temporary = isinstance(error, TimeoutError | ConnectionError) and not gone
-                if time.monotonic() >= deadline or not temporary:
+                how = "" if again else self._ranks.how_ended(peer)
+                if how or time.monotonic() >= deadline or not temporary:
+                    me, other = (self._ranks.members[each] for each in (self._rank, peer))
                     raise RendezvousError(
-                        f"rank {self._rank} at {own.address} on interface {own.name} did not reach "
-                        f"rank {peer} at {place.address} after {time.monotonic() - begin:.1f} s: "
-                        f"{error}; check that every host can reach this address, or name other "
-                        "interfaces"
+                        f"rank {me} at {own.address} on interface {own.name} did not reach "
+                        f"rank {other} at {place.address} after {time.monotonic() - begin:.1f} s: "
+                        f"{how or error}; check that every host can reach this address, or name "
+                        "other interfaces"
                     ) from None
                 time.sleep(_RETRY_S)
 
@@ -618,9 +654,12 @@ class _Port(threading.Thread):
         if self.nic.resume(peer, descriptor, keys):
             before, self.paths[peer] = self.paths.get(peer, self._index), path
             if before != path:
-                log.warning(
-                    "rank %d: the connection of interface %s to rank %d continues over %s",
-                    *(self._rank, self.interface.name, peer, self._sibling(path).interface.name),
+                me, other = (self._ranks.members[each] for each in (self._rank, peer))
+                log_event(
+                    "path-restored" if path == self._index else "path-cut",
+                    f"rank {me}: the connection of interface {self.interface.name} to rank {other} "
+                    f"continues over {self._sibling(path).interface.name}",
+                    rank=me,
                 )
 
     def _dial_over_tcp(
@@ -813,7 +852,7 @@ class _Port(threading.Thread):
         self._warned.add(address)
         log.warning(
             "rank %d: connections from %s on interface %s are refused: %s",
-            *(self._rank, address, self.interface.name),
+            *(self._ranks.members[self._rank], address, self.interface.name),
             "they are not expected" if known else "they do not have this job's key",
         )
 

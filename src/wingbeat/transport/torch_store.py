@@ -374,7 +374,7 @@ def tcp_store(host: str, port: int, seconds: float, *, serves: bool = False) -> 
     )
 
 
-OF_JOB = frozenset({"failed", "here", "left", "waited", "waiting"})
+OF_JOB = frozenset({"failed", "here", "incarnation", "left", "waited", "waiting"})
 """First parts of the keys under which ranks of the job publish how they are: `failures`."""
 
 

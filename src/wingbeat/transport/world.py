@@ -21,7 +21,9 @@ from wingbeat.transport.failures import (
     finished_peer_text,
     has_finished,
     is_progressing,
+    process_has_ended,
     publish_wait,
+    published_failure,
 )
 from wingbeat.transport.link import (
     MAX_CHANNELS,
@@ -29,7 +31,7 @@ from wingbeat.transport.link import (
     group_prefix,
     lowest_free,
 )
-from wingbeat.transport.store import AtomicStore
+from wingbeat.transport.store import AtomicStore, read_value
 from wingbeat.types import Group, Layout
 
 if TYPE_CHECKING:
@@ -48,6 +50,10 @@ _CHANNELS = Range(1, MAX_CHANNELS + 1)
 
 MAX_REMEMBERED_EPOCHS = 4096
 """Maximum sets of ranks whose last epoch is stored; the least recently used is evicted first."""
+
+
+_LIVENESS_CHECK_S = 0.5
+"""Seconds between two checks whether the process whose value is awaited has exited."""
 
 
 class OpenGroups:
@@ -129,9 +135,13 @@ class World:
         inside: the ranks that hold this worker's model together; None if it holds all of it.
         returned: whether this worker was restarted alone while the others continue. It has no
             links; only strategies with dynamic membership accept it.
+        incarnation: number of processes that had this rank before this one, since the store exists.
         serial: number of channels opened before this one, by which a restarted worker finds its
             channel.
         parent: the world in which this channel was opened.
+        make_channel: opens a second group of the same members in place of a channel of a group.
+        explains: whether the error of a failed collective names the rank that caused it, for which
+            others are waited for.
     """
 
     rank: int
@@ -149,6 +159,7 @@ class World:
     networks: tuple[tuple[str, ...], ...] = ()
     interfaces: tuple[str, ...] = ()
     returned: bool = False
+    incarnation: int = 0
     serial: int = 0
     parent: World | None = None
     layout: Layout = _ALONE
@@ -158,6 +169,8 @@ class World:
     host_service: Callable[[ServiceConfig, AtomicStore], Service] | None = None
     encrypted: bool | None = None
     dscp: int = 0
+    make_channel: Callable[[], World] | None = None
+    explains: bool = True
     _prefix: str = ""
     _nccl_groups: dict[int | None, NcclGroup] = field(init=False, default_factory=dict)
     _exchanges: int = field(init=False, default=0)
@@ -290,6 +303,8 @@ class World:
         A `UsageError` if all channels are in use, or this is the world of a group. A
         `RendezvousError` as in `exchange`.
         """
+        if self.make_channel is not None:
+            return self.make_channel()
         if self.group is not None:
             raise UsageError(f"{self.group} has no channels: open another group instead")
         if len(self._channels) > MAX_CHANNELS // 2:
@@ -319,9 +334,9 @@ class World:
         """Exchange one ``value`` of each worker; return all of them by rank.
 
         The values are of the type ``hint``, as in `schema.from_json`; by default any JSON. Every
-        rank must make the same calls in the same order. A `RendezvousError` if a rank published
-        nothing within the timeout, or another type; names the rank and ``what``. A `UsageError` if
-        this worker was restarted alone, so the others have completed this exchange.
+        rank must make the same calls in the same order. A `RendezvousError` if a rank has exited,
+        published nothing within the timeout, or another type; names the rank and ``what``. A
+        `UsageError` if this worker was restarted alone, so the others have completed this exchange.
         """
         if self.returned:
             raise UsageError(
@@ -358,55 +373,80 @@ class World:
 
     def _fetch(self, what: str, prefix: str, peer: int, hint: Any, sizes: Sizes) -> Any:
         mine, theirs = self.ranks[self.rank], self.ranks[peer]
+        text = self._await(f"{prefix}/{peer}", what, peer)
         try:
-            text = self._get_extended(f"{prefix}/{peer}", what, peer)
             return parse_json(hint, text, what, **sizes)
-        except TimeoutError:
-            if has_finished(self.store, theirs):
-                raise RendezvousError(finished_peer_text(mine, theirs, repr(what))) from None
-            raise RendezvousError(
-                f"rank {mine}: rank {theirs} published nothing for {what!r} within "
-                f"{self.timeout:g} s; check that it is running the same script"
-            ) from None
         except MalformedMessage as error:
             raise RendezvousError(
                 f"rank {mine}: rank {theirs} published malformed {what}: {error}; check that it is "
                 "running the same script"
             ) from None
 
-    def _get_extended(self, key: str, what: str, peer: int) -> str:
-        """Return the value of ``key``; wait beyond the timeout while ``peer`` is progressing."""
+    def _await(self, key: str, what: str, peer: int) -> str:
+        """Return the value of ``key``, which ``peer`` publishes.
+
+        Waits until ``peer`` has exited, and beyond the timeout while it is progressing.
+        """
         mine, theirs = self.ranks[self.rank], self.ranks[peer]
-        wait = WaitLog(f"rank {mine}", f"the value of {what!r}")
+        wait, progress_s = WaitLog(f"rank {mine}", f"the value of {what!r}"), self.timeout
+        slice_s, logged = min(_LIVENESS_CHECK_S, self.timeout), False
         try:
             while True:
+                begin = time.monotonic()
                 try:
-                    return self._get_logged(key, what, theirs, self.timeout)
-                except TimeoutError:
-                    publish_wait(self.store, mine, theirs)
-                    stuck = wait.seconds() > MAX_WAIT_FACTOR * self.timeout
-                    if stuck or not is_progressing(self.store, mine, theirs):
-                        raise
-                    wait.log_if_due(f"rank {theirs}")
+                    return self.store.get(key, slice_s)
+                except TimeoutError as error:
+                    if time.monotonic() - begin < slice_s / 2:  # it did not wait
+                        raise RendezvousError(
+                            f"rank {mine}: cannot read {what!r} of rank {theirs} in the store: "
+                            f"{error}; read the output of the process that serves the store: rank "
+                            "0, or its launcher"
+                        ) from None
+                if process_has_ended(self.store, theirs):
+                    return self._last_value(key, what, theirs)
+                if not logged and wait.seconds() >= _LOG_S:
+                    self._log_long_wait(what, theirs, wait.seconds())
+                    logged = True
+                if wait.seconds() < progress_s:
+                    continue
+                progress_s += self.timeout
+                publish_wait(self.store, mine, theirs)
+                stuck = wait.seconds() > MAX_WAIT_FACTOR * self.timeout
+                if stuck or not is_progressing(self.store, mine, theirs):
+                    raise RendezvousError(
+                        f"rank {mine}: rank {theirs} published nothing for {what!r} within "
+                        f"{self.timeout:g} s; check that it is running the same script"
+                    )
+                wait.log_if_due(f"rank {theirs}")
         finally:
             if wait.seconds() > self.timeout:
                 publish_wait(self.store, mine, None)
 
-    def _get_logged(self, key: str, what: str, theirs: int, seconds: float) -> str:
-        """Return the value of ``key``; log a long wait once."""
-        begun = time.monotonic()
-        try:
-            return self.store.get(key, min(seconds, _LOG_S))
-        except TimeoutError:
-            if seconds <= _LOG_S or time.monotonic() < begun + _LOG_S:
-                raise
+    def _last_value(self, key: str, what: str, theirs: int) -> str:
+        """Return the value of ``key`` of a process that has exited, or raise how it exited."""
+        text = read_value(self.store, key)  # it may have published it before it exited
+        if text is not None:
+            return text
+        mine = self.ranks[self.rank]
+        if has_finished(self.store, theirs):
+            raise RendezvousError(finished_peer_text(mine, theirs, repr(what)))
+        if failure := published_failure(self.store, theirs):
+            raise RendezvousError(
+                f"rank {mine}: rank {theirs} failed with {failure}, noticed in the exchange of "
+                f"{what!r}"
+            )
+        raise RendezvousError(
+            f"rank {mine}: the process of rank {theirs} has ended, and published nothing for "
+            f"{what!r}: it was killed, or called os._exit(); read its output"
+        )
+
+    def _log_long_wait(self, what: str, theirs: int, seconds: float) -> None:
         log.warning(
             "rank %d: has waited for %r of rank %d for %d s, and waits for up to %d s: that rank "
             "has not come so far, or this process was started again alone, and the others have the "
             "store of the former one; such a restart needs `wingbeat store`",
-            *(self.ranks[self.rank], what, theirs, round(_LOG_S), round(seconds)),
+            *(self.ranks[self.rank], what, theirs, round(seconds), round(self.timeout)),
         )
-        return self.store.get(key, seconds - _LOG_S)
 
     @property
     def nccl(self) -> NcclGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -143,7 +144,8 @@ def names() -> list[str]:
 def parse(text: str, *, stretch: float = 1.0) -> BenchModel:
     """Parse ``digits``, ``paced:NAME``, or the file of a profile; the last two with ``@SCALE``.
 
-    UsageError for an unknown model, or an invalid scale or stretch.
+    UsageError for an unknown model, an invalid scale or stretch, and if ``digits`` has no data
+    because scikit-learn is missing.
     """
     if not (math.isfinite(stretch) and 0.01 <= stretch <= 100.0):
         raise UsageError(f"stretch = {stretch:g}; allowed: 0.01 to 100")
@@ -156,6 +158,10 @@ def parse(text: str, *, stretch: float = 1.0) -> BenchModel:
         raise unknown("model", text, names())
     if stretch != 1.0:
         raise UsageError(f"stretch = {stretch:g} with model 'digits'; only paced models stretch")
+    if importlib.util.find_spec("sklearn") is None:
+        raise UsageError(
+            "model 'digits' needs scikit-learn; install it with: pip install 'wingbeat[bench]'"
+        )
     return BenchModel(text, None)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import json
 import os
 import shlex
+import shutil
 import sys
 import tempfile
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,10 @@ from wingbeat_lab.bench.traffic import Seen
 
 KEPT_LINES = 8
 """Last lines of a worker's output that are shown if it fails."""
+
+_PREFIX = "wingbeat-bench-"
+_NEW_S = 60.0
+"""Age in seconds from which an unlocked folder is one of a killed bench."""
 
 
 class WorkerError(WingbeatError):
@@ -84,11 +92,7 @@ def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False
     """
     checked = config.check()
     about, stolen_share = machine.describe(), machine.StolenShare()
-    with (
-        tempfile.TemporaryDirectory(prefix="wingbeat-bench-") as name,
-        Progress(checked, quiet=quiet) as progress,
-    ):
-        folder = Path(name)
+    with _own_folder() as folder, Progress(checked, quiet=quiet) as progress:
         config_path, result_path = folder / "config.json", folder / "result.json"
         config_path.write_text(config.to_json(), encoding="utf-8")
         listener = Listener(progress)
@@ -109,6 +113,29 @@ def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False
         report = replace(report, runs=_broken_down(checked, report.runs, events))
     whole = [own for (_, variant), own in events.items() if variant == WHOLE]
     return Outcome(report, whole if config.trace else [])
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    """Create a temporary folder; remove it in the end, and those that killed benches have left."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if left.lstat().st_uid == os.getuid() and time.time() - left.stat().st_mtime > _NEW_S:
+                with _locked(left):
+                    shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, _locked(Path(name)):
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder until this process ends or leaves; a `BlockingIOError` if another has it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _environment() -> dict[str, str]:

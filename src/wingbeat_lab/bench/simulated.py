@@ -11,7 +11,6 @@ from wingbeat import simulator
 from wingbeat.errors import UsageError
 from wingbeat.methods.bounded_staleness.bound import StalenessBound
 from wingbeat.methods.model_averaging.options import Groups, Local, Outer, Pairs, PartnersPart
-from wingbeat.methods.model_averaging.rules import rules_of
 from wingbeat.parts import Bounded
 from wingbeat.parts.strategy import Strategy
 from wingbeat.simulator.codecs import Price, Prices
@@ -280,12 +279,9 @@ def _averaged_s(
             encrypted=groups.encrypted,
         ).iteration_s
     assert isinstance(groups, Groups), "there are no other partners"
-    rules = None
-    if groups.policy != "static":
-        rules = rules_of(groups.policy, groups.size, groups.threshold)
     return simulator.simulate_groups(
         model,
-        rules,
+        groups.rules,
         layout,
         links,
         work=work,

@@ -14,12 +14,21 @@ from __future__ import annotations
 from wingbeat_lab.lab import counters
 from wingbeat_lab.lab.counters import ClassCounters, InterfaceCounters, LabStats, PortStats
 from wingbeat_lab.lab.features import Finding, available, examine
-from wingbeat_lab.lab.launch import Failure, RunningLab, RunResult, run, running, stats
+from wingbeat_lab.lab.launch import (
+    Failure,
+    FaultInjector,
+    RunningLab,
+    RunResult,
+    run,
+    running,
+    stats,
+)
 from wingbeat_lab.lab.spec import LabSpec, Override
 
 __all__ = [
     "ClassCounters",
     "Failure",
+    "FaultInjector",
     "Finding",
     "InterfaceCounters",
     "LabSpec",

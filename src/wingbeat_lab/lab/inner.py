@@ -1,8 +1,8 @@
 """The process inside the lab: builds the network, runs the workers, answers queries.
 
 :mod:`wingbeat_lab.lab.launch` starts it. The first line of its input is the job as JSON. The input
-then stays open: the line ``stop`` ends the workers, and the end of the input (the launcher has
-exited) ends the lab. Its output has one JSON event per line.
+then stays open: the line ``stop`` ends the workers, other lines are faults, and the end of the
+input (the launcher has exited) ends the lab. Its output has one JSON event per line.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Lab:
         self.spec = LabSpec.parse(job["spec"])
         self.job = job
         self.per_host: int = job["per_host"]
-        self.own_proc = False
+        self.own_proc, self._input = False, b""
         self.network: Network | None = None
         self.supervisor = Supervisor(emit, grace=job["grace"], namespaced=self.spec.shaped)
 
@@ -154,7 +154,13 @@ class Lab:
         data = os.read(INPUT, 4096)
         if not data:
             self.abandon()
-        self.supervisor.stop()
+        *lines, self._input = (self._input + data).split(b"\n")
+        for line in lines:
+            if line == b"stop":
+                self.supervisor.stop()
+            else:
+                for event in parse_script(line.decode(), self.spec, self.per_host):
+                    self._fault(event)()
 
     def abandon(self) -> NoReturn:
         """End everything at once, without a report: the launcher has exited."""

@@ -13,6 +13,7 @@ CLONE_NEWUTS = 0x04000000
 CLONE_NEWNET = 0x40000000
 MS_BIND = 4096
 MS_REC = 16384
+MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -36,10 +37,10 @@ def setns(fd: int, flags: int) -> None:
     _check(_libc.setns(fd, flags), "setns")
 
 
-def mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Mount a file system, or bind a file or folder; OSError if refused."""
-    kind_arg = kind.encode() if kind else None
-    done = _libc.mount(source.encode(), target.encode(), kind_arg, ctypes.c_ulong(flags), None)
+    kind_arg, data = (text.encode() if text else None for text in (kind, options))
+    done = _libc.mount(source.encode(), target.encode(), kind_arg, ctypes.c_ulong(flags), data)
     _check(done, f"mount {target}")
 
 

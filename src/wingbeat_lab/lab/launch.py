@@ -13,6 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,6 +164,42 @@ class RunResult:
         return TIMEOUT_CODE if self.timed_out else 0
 
 
+class FaultInjector:
+    """Lets faults occur in a running lab, called by another thread than `run`.
+
+    Pass it to `run` as ``faults``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: tuple[subprocess.Popen[bytes], LabSpec, int] | None = None
+
+    def inject(self, action: str) -> None:
+        """Let a fault occur now, such as ``h2.eth0 down``, ``kill h1`` or ``rate h3 100mbit``.
+
+        UsageError if it cannot be parsed, LabError if the lab does not run.
+        """
+        with self._lock:
+            if self._running is None:
+                raise LabError(f"fault {action!r}: the lab does not run yet, or not any more")
+            inner, spec, per_host = self._running
+            for event in parse_script(f"0s {action}", spec, per_host):
+                _write(inner, f"{event.to_text()}\n".encode())
+
+    @contextlib.contextmanager
+    def attached(
+        self, inner: subprocess.Popen[bytes], spec: LabSpec, per_host: int
+    ) -> Iterator[None]:
+        """Inject into this lab while the body runs."""
+        with self._lock:
+            self._running = inner, spec, per_host
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running = None
+
+
 def run(
     spec: LabSpec | str,
     command: Sequence[str],
@@ -173,6 +210,7 @@ def run(
     on_line: OnLine | None = None,
     on_event: OnEvent | None = None,
     fail: str = "",
+    faults: FaultInjector | None = None,
     timeout: float | None = None,
     grace: float = GRACE_SECONDS,
 ) -> RunResult:
@@ -188,6 +226,7 @@ def run(
             standard output with the prefix ``[h0]`` (``[h0.1]`` with several workers per host).
         on_event: called with one line of text when a scripted fault occurs.
         fail: faults at given seconds, see :mod:`wingbeat_lab.lab.script`.
+        faults: injects further ones while the lab runs.
         timeout: seconds after which the run is ended, counted from its start.
         grace: seconds that the other workers have to end after the first failure.
 
@@ -212,7 +251,8 @@ def run(
     collector = _Collector(lab, per_host, on_line or Prefixer(lab, per_host), on_event)
     with listen() as listener, _start(job, lab, listener, cwd) as inner:
         listener.close()  # the lab holds its own copy and is listed as long as it lives
-        _follow(inner, collector)
+        with (faults or FaultInjector()).attached(inner, lab, per_host):
+            _follow(inner, collector)
     return collector.result()
 
 

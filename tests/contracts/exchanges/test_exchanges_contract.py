@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -245,9 +246,11 @@ def test_a_buffer_is_read_until_it_has_been_waited_for(kind: Kind) -> None:
 def test_a_lost_worker_is_named(kind: Kind) -> None:
     board = loopback.Switchboard()
     members = loopback.worlds(SIZE, switchboard=board, timeout=0.5)
+    ready = threading.Barrier(SIZE)
 
     def body(world: Any) -> str:
         made, bucket = filled(world, kind)
+        ready.wait(timeout=10)  # a worker that is lost earlier fails the plan, not the exchange
         if world.rank == 2:
             board.fail(2)
             return ""

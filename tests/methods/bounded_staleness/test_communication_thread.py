@@ -310,6 +310,7 @@ def test_training_continues_when_process_exits(
     assert states[0] == states[2] != b""
     assert made[0][1].steps >= 6
     said = (
-        "rank 1 has ended unexpectedly: its connections are closed; the others continue without it"
+        "rank 1 has ended unexpectedly: its connections are closed; the others continue without it "
+        "[event=lost rank=1 incarnation=0]"
     )
     assert {f"rank 0: {said}", f"rank 2: {said}"} & set(caplog.messages)

@@ -82,7 +82,7 @@ class Cluster:
                 tolerates_loss=tolerates_loss, clock=self.cards.clock, name=name, inside=inside,
                 departures=Departures(
                     self.said, name(w), () if column < 0 else range(column, 2 * n, 2),
-                    everyone=range(n), warn=self.lines.append,
+                    everyone=range(n), record=lambda _, text, **__: self.lines.append(text),
                 ),
             )
             for w in range(n)

@@ -123,7 +123,9 @@ def test_cut_interface_and_killed_process_recover(tmp_path: Path) -> None:
     ]
     for rank in (0, 1, 3):
         back = [line for line in lines[rank] if "rank 2 is back" in line]
-        assert back == [f"rank {rank}: rank 2 is back"], lines[rank]
+        assert [line.partition(" [event=returned rank=2 ")[0] for line in back] == [
+            f"rank {rank}: rank 2 is back"
+        ], lines[rank]
     ended = (
         "rank 2 has ended unexpectedly: its connections are closed; the others continue without it"
     )
@@ -137,7 +139,8 @@ def test_cut_interface_and_killed_process_recover(tmp_path: Path) -> None:
     cut = [line for line in lines[1] if line.startswith("rank 1: eth1")]
     assert len(cut) == 2, lines[1]
     assert "has received nothing from rank 3" in cut[0]
-    assert cut[1] == "rank 1: eth1 is used again"
+    assert "[event=path-cut rank=1 " in cut[0]
+    assert cut[1].startswith("rank 1: eth1 is used again [event=path-restored rank=1 ")
     during, after = map(int, lines[1][-2].split())
     assert 4 * during < after, lines[1][
         -2

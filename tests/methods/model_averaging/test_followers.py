@@ -106,7 +106,7 @@ class FakeColumn:
 class Averages:
     """A client that makes averages and nothing else; notes what became of each."""
 
-    fallback, excluded, must_fetch, lost_peers = None, False, True, {3}
+    fallback, excluded, must_fetch, stale, lost_peers = None, False, True, True, {3}
 
     def __init__(self, count: int, departed: set[int]) -> None:
         self.count, self.departed, self.found = count, departed, []
@@ -162,7 +162,9 @@ def run_together(plans: Any, departed: set[int]) -> tuple[Averages, list[FakeCol
     for thread in threads:
         thread.join(20.0)
         assert not thread.is_alive(), "a rank waits for ever"
-    assert all(f.must_fetch and f.lost_peers == {3} and f.fallback is None for f in followers)
+    assert all(
+        f.must_fetch and f.stale and f.lost_peers == {3} and f.fallback is None for f in followers
+    )
     return client, fakes
 
 

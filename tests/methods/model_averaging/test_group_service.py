@@ -86,11 +86,11 @@ class FakeMailbox:
 
 
 class Rig:
-    """A service of workers on one host, which makes groups of all idle workers."""
+    """A service of workers on one host, which makes groups of all idle workers, or by ``rules``."""
 
-    def __init__(self, workers: int = 3, size: int = 3) -> None:
+    def __init__(self, workers: int = 3, size: int = 3, rules: Rules | None = None) -> None:
         self.workers, self.clock, self.box = workers, Clock(), FakeMailbox(workers)
-        rules = Rules(size=size, inter_intra=False, threshold=None)
+        rules = rules or Rules(size=size, inter_intra=False, threshold=None)
         self.generator = Generator(Layout.even(1, workers), rules)
         self.service = GroupService(
             self.box, self.generator, workers, 100.0, clock=self.clock, started_by=0,  # type: ignore[arg-type]
@@ -551,7 +551,7 @@ def test_step_after_a_synchronization_has_the_first_timeout() -> None:
 
 def test_excluded_worker_that_copies_state_fetches_before_it_is_active() -> None:
     """It may be at another fragment of the model, so that a group with it would hang."""
-    rig = Rig()
+    rig = Rig(rules=Rules.all_workers())
     for worker in range(3):
         rig.send(worker, Request(copies_state=True))
     run = rig.runs(0)[0]
@@ -571,11 +571,54 @@ def test_excluded_worker_that_copies_state_fetches_before_it_is_active() -> None
     for worker in (0, 1):
         rig.send(worker, Done(again.number, again.epoch))
     rig.send(2, FetchState(-1, join=True))
-    rig.send(2, Fetched())
+    assert 2 not in rig.generator, "nobody has a state to send before the end of a step"
+    rig.advance(6.0)
+    assert [type(m) for m in rig.received(2)] == [Keepalive]
+    for worker in (0, 1):
+        rig.received(worker)
+    rig.send(0, Request(copies_state=True))
+    assert [type(m) for m in rig.received(0)] == [Added, SendState]
+    assert rig.received(2)[-1] == SendState(0, 2, rig.service._connections._last_id)
     assert 2 in rig.generator
-    for worker in range(3):
-        rig.send(worker, Request(copies_state=True))
+    rig.send(1, Request(copies_state=True))
+    assert not rig.runs(1), "the group waits for the one that copies"
+    rig.send(2, Fetched())
+    rig.send(2, Request(copies_state=True))
     assert [sorted(run.members) for run in rig.runs(2)] == [[0, 1, 2]]
+
+
+def test_quorum_runs_without_late_workers_when_its_grace_ends() -> None:
+    rig = Rig(4, rules=Rules.all_workers(quorum=2, grace=1.0))
+    for worker in (0, 1):
+        rig.send(worker, Request(copies_state=True))
+    assert rig.service.idle_s() == rig.service.check_s
+    rig.advance(0.9)
+    assert rig.service.idle_s() == pytest.approx(0.1)
+    assert not rig.runs(0)
+    rig.send(2, Request(copies_state=True))
+    rig.advance(0.1)
+    messages = rig.received(0)
+    assert messages[0] == Removed(3, 0, Reason.LATE, False)
+    assert sorted(messages[-1].members) == [0, 1, 2]
+    assert 3 not in rig.generator
+
+
+def test_fetch_of_a_worker_that_ends_is_dropped() -> None:
+    rig = Rig(rules=Rules.all_workers(quorum=2, grace=1.0))
+    for worker in (0, 1):
+        rig.send(worker, Request(copies_state=True))
+    rig.advance(1.0)
+    run = rig.runs(0)[0]
+    rig.send(2, Request(copies_state=True))
+    rig.send(2, FetchState(-1, join=True))
+    assert rig.service._fetches, "both average, and have no state until then"
+    rig.box.left.add(2)
+    rig.advance(1.0)
+    assert not rig.service._fetches
+    for worker in (0, 1):
+        rig.send(worker, Done(run.number, run.epoch))
+        rig.send(worker, Request(copies_state=True))
+    assert sorted(rig.runs(0)[-1].members) == [0, 1]
 
 
 def test_last_worker_that_copies_state_has_missed_nothing() -> None:
@@ -674,7 +717,11 @@ def test_worker_that_copies_a_state_sends_none_before_it_has_it() -> None:
         rig.box.left.add(worker)
         restart(rig, worker, object())
         rig.send(worker, FetchState(-1, join=True))
-        assert rig.received(worker)[-1][:2] == (0, worker)
+        assert SendState not in [type(each) for each in rig.received(worker)]
+    rig.send(0, Request())
+    for worker in (1, 2):
+        sent = [each for each in rig.received(worker) if type(each) is SendState]
+        assert [each[:2] for each in sent] == [(0, worker)]
     rig.send(2, FetchState(0, join=True))
     assert rig.received(2)[-1][:2] == (0, 2), "worker 1 has no state yet"
     rig.box.lost[0] = "has been silent"
@@ -684,6 +731,7 @@ def test_worker_that_copies_a_state_sends_none_before_it_has_it() -> None:
     assert SendState not in [type(each) for each in rig.received(1)[1:]]
     rig.send(1, Fetched())
     rig.send(2, FetchState(0, join=True))
+    rig.send(1, Request())
     assert rig.received(2)[-1][:2] == (1, 2)
 
 

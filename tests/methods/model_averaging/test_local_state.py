@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from helpers.returning import again, dies
 from helpers.training import engine, net, on, sgd, train, weights
 from wingbeat.errors import PeerError, UsageError
 from wingbeat.integrations import checkpoint
-from wingbeat.methods.model_averaging import service
+from wingbeat.methods.model_averaging import build, service
 from wingbeat.strategies import parse
+from wingbeat.transport import loopback
 from wingbeat.transport.detector import Deadlines
 
 PATIENCE = 60.0
@@ -55,7 +57,7 @@ def test_a_worker_that_copies_state_makes_the_outer_step_under_way(
         update = engine(model).update
         if world.rank == 0:
             begin = update._averager.begin
-            update._averager.begin = lambda part: (begin(part), under_way.set())
+            update._averager.begin = lambda *given: (begin(*given), under_way.set())
             train(model, optimizer, range(3, 4))
         else:
             with torch.no_grad():
@@ -150,6 +152,7 @@ def refuses_to_load(model: Any, optimizer: Any, states: Any, folder: Path) -> No
     [
         "ripples:encrypted=false",
         "diloco:every=3,encrypted=false",
+        "diloco:every=3,quorum=3,grace=0.2,encrypted=false",  # rounds wait until it is back
         "localsgd:every=2,compression=topk@0.5,encrypted=false",
     ],
 )
@@ -204,6 +207,7 @@ def test_a_restarted_worker_refuses_to_load_older_state(strategy: str, tmp_path:
     [
         "diloco:every=2,encrypted=false",
         "diloco:every=4,fragments=2,delay=1,encrypted=false",
+        "diloco:every=2,quorum=2,grace=0.1,alpha=0.5,delay=1,encrypted=false",
         "localsgd:every=2,compression=topk@0.5,encrypted=false",
     ],
 )
@@ -252,3 +256,21 @@ def until(model: Any, optimizer: Any, steps: int) -> None:
     """Train until so many are made: who takes over a state goes on from its number."""
     while engine(model).update.steps < steps:
         train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("must_fetch", [True, False])
+def test_worker_that_was_excluded_logs_an_event_and_copies_a_model(
+    must_fetch: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    copied: list[object] = []
+    client = SimpleNamespace(stale=True)
+    session: Any = SimpleNamespace(
+        must_fetch=must_fetch, fetch_state=lambda *, join: join, client=client
+    )
+    state: Any = SimpleNamespace(put=lambda value, keep: copied.append((value, keep)))
+    build._copy_state(loopback.worlds(2)[1], session, state, join=True)
+    lines = [
+        "rank 1: groups continued without this worker, which took too long: it copies a peer's "
+        "model [event=excluded rank=1 incarnation=0]"
+    ]
+    assert (caplog.messages, copied) == ((lines, [(True, False)]) if must_fetch else ([], []))

@@ -311,3 +311,20 @@ def test_represented_makes_no_difference_to_workers_that_are_not_alike(
         for each in (False, True)
     ]
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("grace", [0.1, 0.5])
+def test_quorum_and_grace_leave_a_slow_worker_to_later_rounds(grace: float) -> None:
+    """One of four workers takes four times as long; averages every second step."""
+    whole, rules = Rules.all_workers(), Rules.all_workers(quorum=3, grace=grace)
+    options: dict[str, Any] = {"every": 2, "iterations": 40}
+    slow: dict[str, Any] = {**options, "slow": {3: 4.0}}
+    even = run(whole, Layout.even(4, 1), **options)
+    assert run(rules, Layout.even(4, 1), **options) == even, "no grace passes where all are there"
+    assert run(whole, Layout.even(4, 1), **slow).iteration_s > 4.0
+    made = run(rules, Layout.even(4, 1), **slow)
+    assert set(map(len, made.groups)) == {3, 4}, "the late one is in a later round"
+    assert made.steps[3] < made.steps[0] / 2
+    assert made.steps[0] == pytest.approx(made.steps[1], abs=2)
+    # Of each two steps of the others one round, its grace, and some copies of a state.
+    assert made.iteration_s < 2.0 * (even.iteration_s + grace / 2)

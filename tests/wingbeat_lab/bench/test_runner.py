@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from wingbeat_lab.bench import protocol, runner
@@ -74,3 +80,32 @@ def test_ddps_buckets_shrink_with_the_model() -> None:
     whole, quarter = sizes
     assert len(whole) == len(quarter) > 3
     assert quarter == pytest.approx([size / 4 for size in whole], rel=0.02)
+
+
+def test_bench_removes_folders_of_killed_benches_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = """
+import os, sys, tempfile
+from wingbeat_lab.bench import runner
+with runner._own_folder() as folder:
+    (folder / "result.json").touch()
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+    words, env = [sys.executable, "-c", script], os.environ | {"TMPDIR": str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        subprocess.Popen(words, env=env, **pipes) as killed,  # type: ignore[call-overload]
+        subprocess.Popen(words, env=env, **pipes) as running,  # type: ignore[call-overload]
+    ):
+        folders = [Path(each.stdout.readline().strip()) for each in (killed, running)]
+        for folder in folders:
+            os.utime(folder, (0, 0))
+        killed.kill()
+        killed.wait()
+        with runner._own_folder() as own:
+            assert sorted(tmp_path.iterdir()) == sorted([folders[1], own])
+        running.communicate("")
+    assert list(tmp_path.iterdir()) == []

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from wingbeat.errors import LabError, UsageError
+from wingbeat_lab import lab
 
 WAIT = """if True:
     import os, subprocess, sys, time
@@ -78,3 +84,35 @@ def test_changed_rate_holds_both_ways(prio: int, measure: Callable[..., Any]) ->
     assert min(measure(spec, flows, fail=faster).rates) > 0.8 * 2e8
     spec, slower = f"star:2@200mbit,prio={prio}", "0s rate h1.eth0 20mbit"
     assert max(measure(spec, flows, fail=slower).rates) < 1.3 * 2e7
+
+
+@pytest.mark.parametrize(
+    "spec", ["loopback:2", pytest.param("star:2@1gbit", marks=pytest.mark.lab)]
+)
+def test_injected_fault_occurs_in_the_running_lab(
+    spec: str, run_lab: Callable[..., Any], tmp_path: Path
+) -> None:
+    faults, events, errors = lab.FaultInjector(), [], []
+
+    def on_event(text: str) -> None:
+        events.append(text)
+
+    def kill_when_started() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        try:
+            faults.inject("h1 sideways")
+        except UsageError as error:
+            errors.append(str(error))
+        faults.inject("kill h1")
+
+    killer = threading.Thread(target=kill_when_started, daemon=True)
+    killer.start()
+    command = ["sh", "-c", f"touch {tmp_path}/$RANK; test $RANK = 0 || exec sleep 60"]
+    ran = run_lab(spec, command, faults=faults, on_event=on_event)
+    killer.join()
+    assert ran.result.exit_codes == (0, 128 + signal.SIGKILL)
+    assert events == ["0s kill h1"]
+    assert "'sideways'" in errors[0]
+    with pytest.raises(LabError, match="does not run"):
+        faults.inject("kill h0")

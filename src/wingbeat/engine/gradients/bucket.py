@@ -273,11 +273,15 @@ class Bucket:
             self.handle.wait()
             self.handle = None
 
-    def write_tail(self, steps: int | None, rank: int = 0) -> None:
-        """Write the flags of used parameters, and the step count, None without batches."""
+    def write_tail(self, steps: int | None, rank: int = 0, *, asks: bool = False) -> None:
+        """Write the flags of used parameters, and the step count, None without batches.
+
+        The count is negative if this worker ``asks`` all others for something.
+        """
         self._tail.copy_(self._ones_and_zeros)
         if steps is not None:
-            self.counts[rank] = steps % COUNT_MODULUS + 1
+            count = steps % COUNT_MODULUS + 1
+            self.counts[rank] = -count if asks else count
         if not self.dense:
             for position, slot in enumerate(self.slots):
                 if not slot.used:
@@ -321,17 +325,28 @@ class StepCounter:
     Each bucket carries all workers' counts, so the check costs no message, and all workers detect a
     difference in the same backward. ``ranks`` are the workers' ranks in the job; default: their
     numbers.
+
+    Attributes:
+        admits: whether processes may join; otherwise no count is negative.
+        asks: whether this worker asks all others to let a process join.
+        asked: whether any worker has asked, which all detect in the same backward.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int] = ()) -> None:
         """``ranks``: of all workers in the job, by which errors name them; empty: the same."""
-        self.rank = rank
-        self._ranks = ranks
         self.count = 0
         self.diverged = False
+        self.admits = self.asks = self.asked = False
+        self.move(rank, ranks)
+
+    def move(self, rank: int, ranks: Sequence[int]) -> None:
+        """Count among other workers; arguments as of the class."""
+        self.rank, self._ranks = rank, ranks
 
     def check(self, counts: Sequence[float]) -> None:
         """Compare counts by rank, 0 without batches; raise a `PeerError` for one out of range."""
+        if self.admits and min(counts) < 0:
+            self.asked, counts = True, [abs(count) for count in counts]
         if len({count for count in counts if count}) <= 1:
             return
         for rank, count in enumerate(counts):

@@ -133,6 +133,32 @@ class Bucketing:
         self._unused = unused
         self.stale = True
 
+    @property
+    def order(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The order that rank 0 observed, and the unused slots; empty before it is adopted."""
+        if self._observed is not None or self.learning:
+            return (), ()
+        return self.ready_order, self._unused
+
+    def follow_order(self, order: Sequence[int], unused: Sequence[int]) -> None:
+        """Use another worker's `order`; learn it in the next backward if that is empty.
+
+        A `ValueError` if it does not have all slots.
+        """
+        if order and sorted(order) != list(range(len(self.slots))):
+            raise ValueError("an order of other parameters")
+        if not set(unused) <= set(order):
+            raise ValueError("unused parameters that are not in the order")
+        self._observed, self.learning = None if order else [], not order
+        if order:
+            self.ready_order, self._unused = list(order), list(unused)
+        self.stale = True
+
+    def move(self, world: World) -> None:
+        """Make buckets for the workers of ``world`` from the next `rebuild` on."""
+        self._world = world
+        self.stale = True
+
     # -- the plan -------------------------------------------------------------------------
 
     def use(self, fusion: Fusion) -> None:

@@ -11,7 +11,7 @@ import torch
 from wingbeat.codecs import Coding
 from wingbeat.codecs.codec import Dense
 from wingbeat.codecs.coding import Region, regions
-from wingbeat.codecs.feedback import Residuals, check_complete
+from wingbeat.codecs.feedback import MOST_STEPS, Residuals, check_complete
 from wingbeat.codecs.lowrank import Factors, Matrix, check_starts, restart
 from wingbeat.collectives import (
     Collectives,
@@ -33,6 +33,7 @@ from wingbeat.engine.gradients.placed import copies, local
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
 from wingbeat.parts.strategy import Strategy
+from wingbeat.schema import excerpt
 from wingbeat.types import Span
 
 
@@ -356,8 +357,10 @@ def check_momentum(strategy: Strategy, optimizer: torch.optim.Optimizer) -> None
 
 def _step_of(state: dict[str, Any]) -> int:
     step = state.get("step", -1)
-    if type(step) is not int or step < -1:
-        raise UsageError(f"residuals: step {step!r} is no number of steps; save the state again")
+    if type(step) is not int or not -1 <= step <= MOST_STEPS:
+        raise UsageError(
+            f"residuals: step {excerpt(step)} is no number of steps; save the state again"
+        )
     return step
 
 

@@ -6,12 +6,13 @@ and the JSON describes them.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+
+from wingbeat.schema import excerpt
 
 LIMIT = 1024
 """Elements of the largest tensor that is part of the JSON."""
@@ -48,7 +49,7 @@ def _decode(data: Any, device: torch.device) -> Any:
             return items if kind == "list" else tuple(items)
         if kind == "tensor":
             return _decode_tensor(inside, device)
-    raise ValueError(f"malformed value {_short(data)}")
+    raise ValueError(f"malformed value {excerpt(data)}")
 
 
 def _decode_tensor(data: Any, device: torch.device) -> torch.Tensor:
@@ -58,7 +59,7 @@ def _decode_tensor(data: Any, device: torch.device) -> torch.Tensor:
             raise ValueError
         tensor = torch.tensor(flat, dtype=dtype_of(name)).reshape([int(n) for n in shape])
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"malformed tensor {_short(data)}") from None
+        raise ValueError(f"malformed tensor {excerpt(data)}") from None
     return tensor.to(device) if on_device else tensor
 
 
@@ -132,7 +133,7 @@ def check_description(description: Any) -> None:
         if not valid:
             raise ValueError
     except (AttributeError, TypeError, ValueError, RecursionError):
-        raise ValueError(f"malformed description {_short(description)}") from None
+        raise ValueError(f"malformed description {excerpt(description)}") from None
 
 
 def _plain(value: Any) -> Any:
@@ -145,8 +146,3 @@ def _plain(value: Any) -> Any:
 
 def _name_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _short(data: Any) -> str:
-    """Return the beginning of received data, at any depth of nesting."""
-    return reprlib.repr(data)[:80]

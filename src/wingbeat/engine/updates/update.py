@@ -54,6 +54,10 @@ class Host(Protocol):
     def settle(self) -> None:
         """Make parameters current and gradients whole."""
 
+    @property
+    def dropping(self) -> bool:
+        """Whether the present step exchanges and applies nothing, after a failure."""
+
 
 @dataclass(frozen=True)
 class Training:
@@ -67,9 +71,13 @@ class Training:
     refresh: Callable[[list[torch.Tensor]], None]
 
 
-SHARED, VELOCITY, START = "shared", "velocity", "start"
-"""Kinds of an outer optimizer's tensors in a checkpoint: the shared model, its momentum buffer, and
-the model from which inner steps start, if parameters are narrower than the shared model."""
+SHARED, VELOCITY, START, UNMERGED = "shared", "velocity", "start", "unmerged"
+"""Entries of a checkpoint under an outer optimizer: the shared model, its momentum buffer, the
+model from which inner steps start, if parameters are narrower than the shared model; and, with
+weights, of each fragment the tokens and steps since its last merge."""
+
+LOADED = "load_state_dict(): averages"
+"""Where errors of such a checkpoint are."""
 
 
 class Update:
@@ -98,12 +106,25 @@ class Update:
         return None
 
     @property
-    def shapes(self) -> Mapping[str, torch.Size] | None:
-        """The shapes of the tensors in `averages`, by parameter name; None without any."""
-        return None
+    def steps(self) -> int:
+        """The number of calls of ``optimizer.step()``, also of the others before this one joined.
 
-    def resume(self, steps: int, tensors: Mapping[str, Any]) -> None:
-        """Continue after ``steps`` steps with tensors of `averages`, which may be empty."""
+        Under bounded staleness only this process's own.
+        """
+        return self._training.steps.count
+
+    def check_averages(self, averages: Mapping[str, Any]) -> None:
+        """Raise a `UsageError` unless `resume` can continue from a checkpoint's `averages`."""
+
+    def resume(self, averages: Mapping[str, Any]) -> None:
+        """Continue from the result of `averages`, which was checked; from step 0 if empty."""
+
+    def count_tokens(self, tokens: int) -> None:  # noqa: ARG002
+        """Count tokens that this worker has processed; a `UsageError` if nothing is weighted."""
+        raise UsageError(
+            "count_tokens(): the strategy weights workers by no tokens; leave the call out, or use "
+            'DiLoCo(weights="tokens")'
+        )
 
     @property
     def differs(self) -> bool:
@@ -338,6 +359,7 @@ class DeferredUpdate(WholeUpdate):
     Attributes:
         in_parts: whether the optimizer can run on some of its parameters; otherwise it steps at
             once, on whole gradients.
+        on_update: called with the numbers of the buckets that were updated.
 
     Raises:
         UsageError: the optimizer evaluates the loss in its step.
@@ -352,6 +374,7 @@ class DeferredUpdate(WholeUpdate):
         self._snapshot: GroupSnapshot = []
         self._steps = 0
         self._writes_gradients = False
+        self.on_update: Callable[[set[int]], None] = lambda _: None
         params = [slot.param for slot in training.bucketing.slots]
         apart = not overlapping([*map(local, params)]) and steps_independently(training.optimizer)
         self.in_parts = apart and self._pending.can_mark(params)
@@ -382,6 +405,8 @@ class DeferredUpdate(WholeUpdate):
     def _step_whole(self, host: Host, closure: Closure) -> Any:
         """Step at once on whole gradients, which the user's step hooks need."""
         host.settle()
+        if host.dropping:  # the wait for them has failed
+            return None
 
         def whole() -> Any:
             assert closure is not None
@@ -408,10 +433,20 @@ class DeferredUpdate(WholeUpdate):
 
     def _update(self, bucket: Bucket) -> None:
         together = [bucket, *self._arrived_after(bucket)]
+        if not bucket.due:
+            return  # dropped by the wait for another bucket
         for each in together:
             self._pending.remove(each)
         with stream.timed("update", bucket=bucket.index):
             self._step_on(together)
+        self.on_update({each.index for each in together})
+
+    def drop(self) -> bool:
+        """Drop the due updates; return whether there were any."""
+        due = [bucket for bucket in self._training.bucketing.buckets if bucket.due]
+        for bucket in due:
+            self._pending.remove(bucket)
+        return bool(due)
 
     def _arrived_after(self, bucket: Bucket) -> list[Bucket]:
         """Return the buckets needed next whose gradients have arrived: one call updates them too.
@@ -427,6 +462,8 @@ class DeferredUpdate(WholeUpdate):
                 each.settle()
             except PeerError:  # raised again when the bucket is needed
                 break
+            if not each.due:  # the wait has failed, and due updates were dropped
+                return []
             arrived.append(each)
         return arrived
 

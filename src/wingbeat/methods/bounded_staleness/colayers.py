@@ -30,7 +30,7 @@ from wingbeat.methods.bounded_staleness.worker import Worker
 from wingbeat.planning import plans
 from wingbeat.planning.backward import BackwardProfiler
 from wingbeat.planning.plans import Measured
-from wingbeat.schema import MalformedMessage, Range, Text, parse_json
+from wingbeat.schema import MalformedMessage, Range, Text, excerpt, parse_json
 from wingbeat.transport.membership import Number, View, members
 from wingbeat.transport.store import AtomicStore
 from wingbeat.types import Plan, PlannedBucket
@@ -123,12 +123,12 @@ class LayerProfiler:
                 type(value) in (int, float) and math.isfinite(value) and abs(value) <= _MAX_MEASURED
                 for value in (*times, *(width for width in widths if width is not None))
             )
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             valid = False
         if not valid:
             raise PeerError(
-                f"a worker sent {measured!r:.60} as the measurements of {count} gradients; all "
-                "workers have to run the same model and the same version of wingbeat"
+                f"a worker sent {excerpt(measured):.60} as the measurements of {count} gradients; "
+                "all workers have to run the same model and the same version of wingbeat"
             )
         return ready, widths
 
@@ -165,6 +165,14 @@ class ColayerDecision(NamedTuple):
     buckets: tuple[tuple[Annotated[int, Range(0, "tensors")], ...], ...] | None
     reason: Annotated[str, Text(60)] = ""
     retry: bool = False
+
+
+class _Told(NamedTuple):
+    """What a worker writes for an attempt; its measurements are checked where they are used."""
+
+    view: View
+    rounds: Number
+    measured: Any
 
 
 def parse_decision(text: str, tensors: int) -> ColayerDecision:
@@ -255,12 +263,21 @@ class ColayerChange:
             return self._claim(ColayerDecision(rounds, view, None, reason))
         if self.missing():
             return None
-        told = [json.loads(self._store.get(f"{self._key}/{w}", _STORE_S)) for w in members(view)]
-        if any(each[:2] != [list(view), rounds] for each in told):
+        told = [self._told(worker) for worker in members(view)]
+        if any((each.view, each.rounds) != (view, rounds) for each in told):
             return self._claim(ColayerDecision(rounds, view, None, _VIEW_CHANGED, True))
-        buckets = self._choose([measured for _, _, measured in told])
+        buckets = self._choose([each.measured for each in told])
         reason = "" if buckets else "nothing was measured"
         return self._claim(ColayerDecision(rounds, view, buckets, reason, buckets is None))
+
+    def _told(self, worker: int) -> _Told:
+        try:
+            return parse_json(_Told, self._store.get(f"{self._key}/{worker}", _STORE_S))
+        except MalformedMessage as error:
+            raise PeerError(
+                f"rank {self._rank}: rank {worker} has written malformed measurements for colayers "
+                f"to the store: {error}; all workers have to run the same version of wingbeat"
+            ) from None
 
     def missing(self) -> list[int]:
         """Return the members that have not written their measurements."""

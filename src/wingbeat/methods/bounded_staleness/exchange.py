@@ -44,7 +44,7 @@ from wingbeat.methods.bounded_staleness.replica import (
     bound_with_control,
 )
 from wingbeat.methods.bounded_staleness.worker import Worker
-from wingbeat.observe.log import log
+from wingbeat.observe.log import log, log_event
 from wingbeat.observe.meter import Cell, Section
 from wingbeat.schedules.events import Operation, Step, UpdateCommand
 from wingbeat.transport import graceful_shutdown
@@ -190,6 +190,7 @@ class BoundedStalenessExchange:
             neighbours=neighbours(world.networks), encrypted=self._bounded.encrypted,
             suspect_after=min(SUSPECT_AFTER_S, world.timeout), seconds=world.timeout,
             name=world.name, inside=inside,
+            record=functools.partial(log_event, rank=world.ranks[world.rank]),
         )  # fmt: skip
         self.machine = Worker(
             world.rank, world.size, bound, self._replica.combine, max_buffered=bound.max_buffered,

@@ -59,6 +59,7 @@ def join_workers(
     seconds: float = 300.0,
     name: Callable[[int], str] = "rank {}".format,
     inside: Replica | None = None,
+    record: Callable[[str, str], None] | None = None,
 ) -> JoinedWorker:
     """Join the other workers, or rejoin them if this rank has joined before.
 
@@ -69,7 +70,8 @@ def join_workers(
 
     ``name`` returns the name of a worker in messages. If workers are ranks of replicas, the columns
     of the mesh have one membership log, whose members are replicas: a replica that has lost a rank
-    is lost in all columns. ``inside`` is this worker's. No rank of it can be restarted.
+    is lost in all columns. ``inside`` is this worker's. No rank of it can be restarted. ``record``
+    is as for `Streams`.
     """
     if inside is None:
         client = MembershipClient(store, namespace, rank, workers, name=name)
@@ -94,6 +96,7 @@ def join_workers(
     streams = Streams(
         mailbox, rank, workers, incarnations=[number // 2 for number in view], joined=neighbours,
         timeout=suspect_after, begin=seconds, interface_name=names.__getitem__, name=name,
+        record=record,
     )  # fmt: skip
     for lost in set(range(workers)) - set(members(view)):
         streams.forget(lost)

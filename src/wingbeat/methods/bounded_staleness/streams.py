@@ -10,6 +10,7 @@ path.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,7 +24,7 @@ from wingbeat.methods.bounded_staleness.paths import (
     PathTable,
     RoutingTable,
 )
-from wingbeat.observe.log import log
+from wingbeat.observe.log import log_event
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport.detector import AdaptiveTimeout, Deadlines
 from wingbeat.transport.messages.frames import MAX_HEADER_BYTES
@@ -142,7 +143,7 @@ class Streams:
     `RoutingTable`, and ``near`` are the workers that this worker's interfaces reach. A worker is
     `silent` after ``timeout`` seconds or more, or after ``begin`` seconds without a first message.
     An interface is cut after ``cut`` seconds of silence or more. ``interface_name`` returns its
-    name in messages. ``warn`` logs one line for each interface that is cut or restored.
+    name in messages. ``record`` logs an event and its text when an interface is cut or restored.
     """
 
     def __init__(
@@ -158,11 +159,12 @@ class Streams:
         cut: float = PATH_TIMEOUT_S,
         interface_name: Callable[[int], str] = "interface {}".format,
         name: Callable[[int], str] = "rank {}".format,
-        warn: Callable[[str], None] = log.warning,
+        record: Callable[[str, str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._box, self._me, self._clock = box, me, clock
-        self._interface_name, self._warn, self._name = interface_name, warn, name
+        self._interface_name, self._name = interface_name, name
+        self._record = record or functools.partial(log_event, rank=me)
         self.timeout = timeout
         incarnations = incarnations or (0,) * workers
         self._incarnation, self._workers = incarnations[me], workers
@@ -374,14 +376,18 @@ class Streams:
         for (worker, interface), seconds in self._paths.check(now):
             if interface not in self._cut:
                 self._cut.add(interface)
-                self._warn(
+                self._record(
+                    "path-cut",
                     f"{self._name(self._me)}: {self._interface_name(interface)} has received "
                     f"nothing from {self._name(worker)} for {seconds:.1f} s; its parts take other "
-                    "paths until it does"
+                    "paths until it does",
                 )
         for interface in self._cut - self._paths.cut:
             self._cut.discard(interface)
-            self._warn(f"{self._name(self._me)}: {self._interface_name(interface)} is used again")
+            self._record(
+                "path-restored",
+                f"{self._name(self._me)}: {self._interface_name(interface)} is used again",
+            )
 
 
 _INCARNATION_MASK = 0xFFF

@@ -20,6 +20,7 @@ from wingbeat.compression import Coded, options_of
 from wingbeat.engine.context import BuildContext
 from wingbeat.engine.gradients.bucket import Slot
 from wingbeat.engine.gradients.compression import Compression
+from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.gradients.views import ShownGradients
 from wingbeat.engine.hooks import WeakCall
 from wingbeat.engine.runtime import Runtime
@@ -37,10 +38,10 @@ from wingbeat.methods.model_averaging.options import (
     Pairs,
     PartnersPart,
 )
-from wingbeat.methods.model_averaging.outer import OuterUpdate, num_copies
+from wingbeat.methods.model_averaging.outer import ChosenOptimizer, Nesterov, OuterUpdate
 from wingbeat.methods.model_averaging.pair_averager import PairAverager
-from wingbeat.methods.model_averaging.rules import rules_of
-from wingbeat.observe.log import log
+from wingbeat.methods.model_averaging.rules import Unmerged
+from wingbeat.observe.log import log, log_event
 from wingbeat.planning import plans
 from wingbeat.schedules.events import Operation
 from wingbeat.transport.world import World
@@ -70,7 +71,7 @@ def build_runtime(partners: PartnersPart, context: BuildContext) -> Runtime:
     """Return the runtime of a model that is averaged."""
     training, strategy = context.training, context.strategy
     bucketing, world = training.bucketing, context.world
-    local = cast(Local, strategy.schedule)
+    steps = cast(Local, strategy.schedule)
     outer = strategy.update_part if isinstance(strategy.update_part, Outer) else None
     _check(context, partners)
     fragments = _fragments(training, bucketing.fusion)
@@ -79,7 +80,9 @@ def build_runtime(partners: PartnersPart, context: BuildContext) -> Runtime:
     state = _averaged_state(training, slots) if averages_state else None
     frozen = _floating([param for _, param in bucketing.frozen])
     buffers = context.buffers  # the model lives longer than the context, which holds the engine
-    model = _flat_model(fragments, outer, lambda: _floating(buffers()), state, frozen)
+    chosen = _chosen_optimizer(fragments, outer, [*_floating(buffers()), *frozen])
+    model = _flat_model(fragments, outer, chosen, lambda: _floating(buffers()), state, frozen)
+    _check_alike(training, chosen)
     # Rounded models need error feedback, because most steps are smaller than the rounding error.
     # Pairs and outer optimizers round differences.
     rounds_models = outer is None and partners.averages_models
@@ -87,14 +90,17 @@ def build_runtime(partners: PartnersPart, context: BuildContext) -> Runtime:
         strategy.wire, slots, context.compression, len(model.trained), rounds_models=rounds_models
     )
     averager = partners.build_averager(world, model, compressed)
-    schedule = schedules.Local(local.every, local.delay, len(fragments))
+    schedule = schedules.Local(steps.every, steps.delay, len(fragments))
     update: LocalUpdate
     if outer is None:
         update = LocalUpdate(training, model, averager, schedule)
     else:
+        weighted = outer.weights != "equal"
         update = OuterUpdate(
             training, model, averager, schedule, [slot.name for slot in slots],
-            lr=outer.lr, momentum=outer.momentum, shared=partners.everyone,
+            chosen or Nesterov(model, outer.lr, outer.momentum), shared=partners.everyone,
+            alpha=outer.alpha,
+            unmerged=Unmerged(len(fragments), outer.weights) if weighted else None,
         )  # fmt: skip
     if partners.waits:
         _in_groups[world.parent or world] = weakref.ref(update)
@@ -111,7 +117,7 @@ def build_runtime(partners: PartnersPart, context: BuildContext) -> Runtime:
         shared = outer is not None and partners.everyone
         if shared:
             session.copy_state_when_excluded()
-        update.renew = functools.partial(_copy_state, session, state_of_worker, join=shared)
+        update.renew = functools.partial(_copy_state, world, session, state_of_worker, join=shared)
         if world.returned:
             state_of_worker.put(session.fetch_state(join=shared))
     return runtime
@@ -132,12 +138,23 @@ _in_groups: Any = weakref.WeakKeyDictionary()
 """By world of all workers: a weak reference to the update of the model that groups average."""
 
 
-def _copy_state(session: GroupSession, state: LiveState, *, join: bool) -> None:
-    if session.must_fetch:
-        log.warning(
-            "groups continued without this worker, which took too long: it copies a peer's model"
+def _copy_state(world: World, session: GroupSession, state: LiveState, *, join: bool) -> None:
+    if not session.must_fetch:
+        return
+    late = join and not session.client.stale  # no other worker has these steps
+    if late:
+        log.debug(
+            "an average was made without this worker, which took too long: it copies the shared "
+            "model, and its steps are merged in the next average"
         )
-        state.put(session.fetch_state(join=join))
+    else:
+        log_event(
+            "excluded",
+            f"{world.me}: groups continued without this worker, which took too long: it copies a "
+            "peer's model",
+            rank=world.ranks[world.rank],
+        )
+    state.put(session.fetch_state(join=join), keep=late)
 
 
 def _close_with(update: LocalUpdate, averager: GroupAverager, world: World) -> None:
@@ -178,21 +195,32 @@ def _fragments(training: Training, fusion: Fusion) -> list[list[Slot]]:
 def _averaged_state(training: Training, slots: Sequence[Slot]) -> ElementState:
     """Return the optimizer's state to average, after checking that it is equal on all workers."""
     state = ElementState(training.optimizer, {slot.param: slot.name for slot in slots})
-    channel, own = training.collectives.world, state.described()
-    # A restarted worker finds the channel's number, but not its keys.
-    world, what = channel.parent or channel, f"averaged state {channel.serial}"
-    if not world.returned:
-        world.publish(what, own)
-    for rank in range(world.size):
-        theirs = world.read(what, rank)
-        if theirs != own:
-            raise MismatchError(
-                f"rank {world.ranks[world.rank]}'s optimizer has the state "
-                f"{_difference(own, theirs)}, rank {world.ranks[rank]}'s "
-                f"{_difference(theirs, own)}: with average_state=True all ranks must "
-                "build equal optimizers"
-            )
+    own = state.described()
+    if differs := _find_other(training, "averaged state", own):
+        me, rank, theirs = differs
+        raise MismatchError(
+            f"rank {me}'s optimizer has the state {_difference(own, theirs)}, rank {rank}'s "
+            f"{_difference(theirs, own)}: with average_state=True all ranks must build equal "
+            "optimizers"
+        )
     return state
+
+
+def _find_other(training: Training, what: str, own: Any) -> tuple[int, int, Any] | None:
+    """Compare a description with all workers'.
+
+    Return this worker's rank, and the rank and description of the first one that differs.
+    """
+    channel = training.collectives.world
+    # A restarted worker finds the channel's number, but not its keys.
+    world, key = channel.parent or channel, f"{what} {channel.serial}"
+    if not world.returned:
+        world.publish(key, own)
+    for rank in range(world.size):
+        theirs = world.read(key, rank)
+        if theirs != own:
+            return world.ranks[world.rank], world.ranks[rank], theirs
+    return None
 
 
 def _difference(description: Any, other: Any) -> str:
@@ -207,17 +235,48 @@ def _difference(description: Any, other: Any) -> str:
 def _flat_model(
     fragments: Sequence[Sequence[Slot]],
     outer: Outer | None,
+    chosen: ChosenOptimizer | None,
     buffers: Callable[[], list[torch.Tensor]],
     state: ElementState | None,
     frozen: Sequence[torch.Tensor],
 ) -> FlatModel:
     params = [[slot.param for slot in part] for part in fragments]
-    copies = 0
+    copies = extra = 0
     if outer is not None:
         each = [param for part in params for param in part]
         narrow = is_narrow(each, buffer_dtype([*each, *buffers(), *frozen]))
-        copies = num_copies(outer.momentum, narrow=narrow)
-    return FlatModel(params, buffers, copies, state, frozen)
+        kept = int(outer.momentum > 0) if chosen is None else chosen.copies
+        # The shared model, the outer optimizer's state, and the model that steps start from.
+        copies, extra = 1 + kept + narrow, 0 if chosen is None else chosen.extra
+    model = FlatModel(params, buffers, copies, state, frozen, extra)
+    if chosen is not None:
+        chosen.bind(model)
+    return model
+
+
+def _chosen_optimizer(
+    fragments: Sequence[Sequence[Slot]], outer: Outer | None, others: Sequence[torch.Tensor]
+) -> ChosenOptimizer | None:
+    """Return the user's outer optimizer, if there is one."""
+    if outer is None or outer.optimizer is None:
+        return None
+    params = [[slot.param for slot in part] for part in fragments]
+    dtype = buffer_dtype([*(param for part in params for param in part), *others])
+    sizes = [sum(local(param).numel() for param in part) for part in params]
+    return ChosenOptimizer(outer.optimizer, sizes, dtype)
+
+
+def _check_alike(training: Training, chosen: ChosenOptimizer | None) -> None:
+    """Raise a `MismatchError` if workers have other outer optimizers, which differ by no name."""
+    if chosen is None:
+        return
+    own = chosen.describe()
+    if differs := _find_other(training, "outer optimizer", own):
+        me, rank, theirs = differs
+        raise MismatchError(
+            f"rank {rank}'s outer optimizer is {theirs!r:.200}, rank {me}'s {own!r:.200}: "
+            "DiLoCo(outer_optimizer=...) must make equal optimizers on all ranks"
+        )
 
 
 def _floating(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -254,12 +313,14 @@ def _model_compression(
 def group_averager(
     groups: Groups, world: World, model: FlatModel, compression: ModelCompression
 ) -> GroupAverager:
-    """Make the averager of groups."""
-    static = groups.policy == "static"
-    rules = None if static else rules_of(groups.policy, groups.size, groups.threshold)
+    """Make the averager of groups; a `UsageError` for a quorum of more workers than there are."""
+    if groups.quorum is not None and groups.quorum > world.size:
+        raise UsageError(
+            f"quorum={groups.quorum}: there are {world.size} workers; allowed are 1 to {world.size}"
+        )
     # Groups are opened in the world of all workers.
     session = GroupSession(
-        world.parent or world, model.flat, rules, compression=compression, seed=groups.seed,
+        world.parent or world, model.flat, groups.rules, compression=compression, seed=groups.seed,
         encrypted=groups.encrypted,
     )  # fmt: skip
     return GroupAverager(session, model.flat, world)

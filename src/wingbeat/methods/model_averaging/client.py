@@ -215,6 +215,7 @@ class Client:
         self._synchronizes = self._joins = False
         self._requests = self._waiting_since = 0
         self._inactive: dict[int, Reason] = {}
+        self._told_late: set[int] = set()
         self._missed = False  # whether others have synchronized without this worker
         self._fetching = False
         self._unserved: list[SendState] = []  # requests that arrived while it had no state to send
@@ -280,13 +281,13 @@ class Client:
         PeerError if no peer is active or has sent the state in time, or the generator is lost.
         """
         self._joins, self.excluded, self.stale, self._missed = join, False, False, False
-        lost, deadline = -1, time.monotonic() + self._timeout
+        lost = -1
         self._renew()
         self._fetching = True
         try:
             while True:
                 self._connection.send(FetchState(lost, join))
-                sender, connection = self._await_sender(deadline)
+                sender, connection = self._await_sender()
                 state = receive(sender, connection, functools.partial(self._is_active, sender))
                 if state is not None:
                     with contextlib.suppress(GeneratorLost):
@@ -301,9 +302,15 @@ class Client:
         finally:
             self._fetching = False
 
-    def _await_sender(self, deadline: float) -> tuple[int, int]:
+    def _await_sender(self) -> tuple[int, int]:
+        wait = WaitLog(self._me, "the end of its step, to copy a state", time.monotonic)
+        deadline = wait.begun + self._timeout
         while True:
             message = self._connection.receive(deadline)
+            if isinstance(message, Keepalive) and message.awaited >= 0:
+                # It computes, and can send its state only after its step.
+                wait.check(self._name(message.awaited), self._timeout)
+                deadline = time.monotonic() + self._timeout
             if not isinstance(message, SendState) or message.receiver != self._worker:
                 self._handle_between_steps(message)
             elif message.sender == message.receiver:
@@ -351,7 +358,9 @@ class Client:
         before, self._inactive[worker] = self._inactive.get(worker), reason
         if reason != Reason.LATE and before in (None, Reason.LATE):
             self.on_lost(worker)
-        elif reason == Reason.LATE and before is None:
+        elif reason == Reason.LATE and before is None and worker not in self._told_late:
+            if self._rules.quorum is not None:  # a slow worker may be late in each round
+                self._told_late.add(worker)
             _log.info(
                 "%s: %s took too long for a step, or for an average: groups continue "
                 "without it until its next step; wingbeat.synchronize() waits for it",
@@ -439,7 +448,10 @@ class Client:
         wait = WaitLog(self._me, what, time.monotonic)
         deadline = wait.begun + self._timeout
         while self._member.waiting:
-            message = self._connection.receive(deadline)
+            try:
+                message = self._connection.receive(deadline)
+            except PeerError as error:
+                raise (self._below_quorum() or error) from None
             # The others may have long steps, so each message extends the deadline.
             deadline = time.monotonic() + self._timeout
             if isinstance(message, Keepalive) and message.awaited >= 0:
@@ -448,6 +460,19 @@ class Client:
                 self._handle(message, reducer)
             except ProtocolError as error:
                 raise violation(self._me, error) from None
+
+    def _below_quorum(self) -> PeerError | None:
+        """Return the error of a wait for a quorum that too few workers are alive for."""
+        quorum, active = self._rules.quorum, self._layout.workers - len(self._inactive)
+        if self._synchronizes or quorum is None or active >= quorum:
+            return None
+        names = "; ".join(
+            f"{self._name(w)} {_REASONS[reason]}" for w, reason in sorted(self._inactive.items())
+        )
+        return PeerError(
+            f"{self._me}: {active} of the quorum of {quorum} workers came within "
+            f"{self._timeout:g} s: {names}; start them again, or choose a smaller quorum"
+        )
 
     def _run(self, message: RunMessage, reducer: Reducer) -> None:
         run, lost = message.run, None

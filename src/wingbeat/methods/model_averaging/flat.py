@@ -280,7 +280,7 @@ class FlatModel:
 
     Values are copied, so parameters may have any strides and ``data``. Of a `DTensor` it has the
     part that this rank holds. Each fragment's parameters
-    are followed by their optimizer state, if that is averaged. Then comes a number that is averaged
+    are followed by their optimizer state, if that is averaged. Then come numbers that are averaged
     with the whole.
 
     Frozen parameters are last. Most are large, and equal on all workers; they differ if each worker
@@ -296,6 +296,7 @@ class FlatModel:
         buffers: span of the model's buffers.
         frozen: span of the frozen parameters.
         number: one element.
+        extra: further elements, initially zero.
         copies: further tensors as long as `trained`, initially zero.
         narrow: whether a parameter has fewer bits than the buffer.
         with_state: whether it includes the optimizer's state.
@@ -308,6 +309,7 @@ class FlatModel:
         copies: int = 0,
         state: ElementState | None = None,
         frozen: Sequence[torch.Tensor] = (),
+        extra: int = 0,
     ) -> None:
         self._fragments, self._buffers = [list(part) for part in fragments], buffers
         self._state, self._frozen = state, list(frozen)
@@ -322,7 +324,7 @@ class FlatModel:
             sizes = [StateBuffer.size(state, part) for part in self._fragments]
         trained = _numel(params) + sum(sizes)
         numel = trained + sum(tensor.numel() for tensor in buffers())
-        end = numel + copies * trained + 1
+        end = numel + copies * trained + extra + 1
         bits = _BITS if self._frozen else 0
         self.shared, self.buffers = Span(0, end + bits), Span(trained, numel)
         self.frozen = Span(end + bits, end + bits + _numel(frozen))
@@ -334,6 +336,7 @@ class FlatModel:
         else:
             self.flat = pinned_zeros(self.frozen.stop, dtype)
         self.number, self._checksum = self.flat[end - 1 : end], self.flat[end : end + bits]
+        self.extra = self.flat[end - 1 - extra : end - 1]
         begins = (numel + copy * trained for copy in range(copies))
         self.copies = [self.flat[begin : begin + trained] for begin in begins]
         self.narrow = is_narrow(params, dtype)

@@ -166,12 +166,14 @@ class End(NamedTuple):
     Attributes:
         excluded: `Client.excluded`.
         must_fetch: `Client.must_fetch`.
+        stale: `Client.stale`.
         alone: whether there is no generator any more.
         lost: the replicas that the leader does not know to be active.
     """
 
     excluded: bool
     must_fetch: bool
+    stale: bool
     alone: bool
     lost: tuple[WorkerId, ...]
 
@@ -391,6 +393,10 @@ class Flags(Protocol):
         """The workers that it does not know to be active."""
 
     @property
+    def stale(self) -> bool:
+        """Whether the worker was silent, so that its model is old."""
+
+    @property
     def must_fetch(self) -> bool:
         """Whether the worker must copy a peer's state."""
 
@@ -412,7 +418,8 @@ class Leader:
             yield
             lost = tuple(sorted(client.lost_peers))
             alone = client.fallback is not None
-            self._channel.tell(End(client.excluded, client.must_fetch, alone, lost))
+            flags = client.excluded, client.must_fetch, client.stale
+            self._channel.tell(End(*flags, alone, lost))
         except BaseException as error:
             self._failed = describe_error(error)
             self._channel.tell_error(error)
@@ -533,7 +540,7 @@ class Follower:
 
     Attributes:
         fallback: not None if the leader has no generator any more.
-        excluded, must_fetch, lost_peers: as the leader's.
+        excluded, must_fetch, stale, lost_peers: as the leader's.
         on_fetch: as `Client.on_fetch`.
     """
 
@@ -541,7 +548,7 @@ class Follower:
         self._channel, self._reducer = channel, reducer
         self._failed = ""
         self.fallback: str | None = None
-        self.excluded = self.must_fetch = self.copies_state = False
+        self.excluded = self.must_fetch = self.stale = self.copies_state = False
         self.lost_peers: set[int] = set()
         self.on_fetch: Callable[[int, int], None] = lambda _worker, _connection: None
 
@@ -597,6 +604,7 @@ class Follower:
                 channel.tell_error(error)
             raise
         self.excluded, self.must_fetch = message.excluded, message.must_fetch
+        self.stale = message.stale
         self.fallback = "the leader has none" if message.alone else None
         self.lost_peers = set(message.lost)
         return state

@@ -15,6 +15,9 @@ a worker's side. Neither has a clock or does I/O. Decisions:
   of its members and runs once these have sent requests: there is no deadlock.
 - *A worker continues when the group that answers its request is done:* its oldest group with a
   Group Buffer, otherwise the one made for it. Before that it takes part in all older groups.
+- *With a quorum* a group of all workers waits for the others for the grace window, and then runs
+  without those that are late. They are no longer active, as if they had left. One that copies a
+  state has been there, and is waited for.
 - *A worker that synchronizes waits for a group of all workers,* and is in no other group until
   then, because the others may have more steps to make. Once all workers synchronize, that group is
   made; afterwards all are idle.
@@ -58,14 +61,16 @@ class Run(NamedTuple):
 class _Group:
     """A group that is not done. ``members`` shrinks only when members are removed.
 
-    ``missing`` counts the members that have sent no request, or have an older group.
+    ``missing`` counts the members that have sent no request, or have an older group. ``since`` is
+    the time from which there is a quorum; None without one.
     """
 
-    __slots__ = ("epoch", "initiator", "members", "missing", "number", "running")
+    __slots__ = ("epoch", "initiator", "members", "missing", "number", "running", "since")
 
     def __init__(self, number: int, initiator: int, members: list[int]) -> None:
         self.number, self.initiator, self.members = number, initiator, members
         self.epoch, self.running, self.missing = 0, False, len(members)
+        self.since: float | None = None
 
     def run(self, members: Sequence[int]) -> Run:
         return Run(self.number, self.epoch, tuple(members), self.initiator)
@@ -83,6 +88,9 @@ class Generator:
         self._answer: list[_Group | None] = [None] * layout.workers
         self._synchronizing: dict[int, None] = {}  # disjoint from the pool
         self._late: set[int] = set()  # disjoint from both
+        self._left: set[int] = set()  # never return
+        self._copying: set[int] = set()  # are active, and have no state yet
+        self._workers = layout.workers
         self._next_number = 0
 
     def __contains__(self, worker: int) -> bool:
@@ -127,6 +135,7 @@ class Generator:
     def request(self, worker: int) -> list[Run]:
         """Handle the request of a worker that has ended a step; return the groups that run now."""
         self._check_free(worker, "requests a group")
+        self._copying.discard(worker)
         runs: list[Run] = []
         own = self._buffers[worker]
         if not own:
@@ -159,7 +168,40 @@ class Generator:
         self._connectivity.reset(len(self._pool.active))
         self._synchronizing[worker] = None
         self._run_if_all_synchronize(runs)
+        self._run_complete(runs)
         return runs
+
+    def take_late(self, now: float) -> list[int]:
+        """Return the workers without which groups run now: their grace has passed.
+
+        To be called after each event and at `due`. The caller marks them as late by `mark_late`.
+        """
+        if self.rules.quorum is None:
+            return []
+        late: dict[int, None] = {}
+        for group in self._waiting_groups():
+            if len(group.members) - group.missing < self._quorum:
+                group.since = None
+                continue
+            group.since = now if group.since is None else group.since
+            if now >= group.since + self.rules.grace:
+                absent = (w for w in group.members if not self._is_present(w, group))
+                late.update(dict.fromkeys(w for w in absent if w not in self._copying))
+        return list(late)
+
+    @property
+    def due(self) -> float | None:
+        """When the grace of a waiting group ends; None if none has a quorum."""
+        if self.rules.quorum is None:
+            return None
+        since = [group.since for group in self._waiting_groups() if group.since is not None]
+        return min(since) + self.rules.grace if since else None
+
+    @property
+    def _quorum(self) -> int:
+        """The workers with which a group runs: no more than can come."""
+        may_come = self._workers - len(self._left) - len(self._synchronizing)
+        return max(1, min(self.rules.quorum or 1, may_come))
 
     def acknowledge(self, worker: int, number: int, epoch: int = 0) -> list[Run]:
         """Handle a worker that has completed group ``number``; return the groups that run now.
@@ -194,13 +236,15 @@ class Generator:
             self._late.add(worker)
         return self._remove(worker)
 
-    def remove(self, worker: int) -> list[Run]:
+    def remove(self, worker: int, *, left: bool = False) -> list[Run]:
         """Remove a worker that has died or left; return the groups that run now.
 
         Its groups continue without it. Running ones start a new epoch with the members that have
-        not acknowledged them.
+        not acknowledged them. A quorum does not wait for one that has ``left``.
         """
         self._late.discard(worker)
+        if left:
+            self._left.add(worker)
         return self._remove(worker)
 
     def _remove(self, worker: int) -> list[Run]:
@@ -215,28 +259,40 @@ class Generator:
             self._pool.remove(worker)
             self._connectivity.reset(len(self._pool.active))
         self._synchronizing.pop(worker, None)
+        self._copying.discard(worker)
         self._run_if_all_synchronize(runs)
+        self._run_complete(runs)
         return runs
 
     def add(self, worker: int, *, at_once: bool = False) -> None:
         """Add a worker (again). It is idle, and counts as one of the fastest.
 
-        With ``at_once`` it joins the groups of all workers that were made and do not run yet,
-        otherwise the next one. Raises ProtocolError if the worker is active.
+        With ``at_once`` it joins the groups of all workers that were made and do not run yet, which
+        wait for it, because it copies a state; otherwise the next one. Raises ProtocolError if the
+        worker is active.
         """
         if worker in self:
             raise ProtocolError(f"worker {worker} joins, but is active")
-        waiting = {
-            group.number: group for own in self._buffers for group in own if not group.running
-        }
+        waiting = self._waiting_groups()
         self._late.discard(worker)
+        self._left.discard(worker)
+        if at_once:
+            self._copying.add(worker)
         self._pool.add(worker)
         self._connectivity.reset(len(self._pool.active))
-        for _, group in sorted(waiting.items() if at_once and self.rules.whole else ()):
+        for group in waiting if at_once and self.rules.whole else ():
             group.members.append(worker)
             group.missing += 1
             self._buffers[worker].append(group)
             self._pool.mark_busy(worker)
+
+    def _waiting_groups(self) -> list[_Group]:
+        """Return the groups that do not run, oldest first."""
+        found = {group.number: group for own in self._buffers for group in own if not group.running}
+        return [found[number] for number in sorted(found)]
+
+    def _is_present(self, worker: int, group: _Group) -> bool:
+        return self._answer[worker] is not None and self._buffers[worker][0] is group
 
     def _new_group(self, initiator: int, members: list[int]) -> _Group:
         self._next_number += 1
@@ -274,7 +330,8 @@ class Generator:
             self._pool.mark_busy(member)
             self._buffers[member].append(group)
             self._answer[member] = group
-            self._count_present(group, runs)
+        group.missing = 0
+        self._run(group, runs)
         self._connectivity.reset(len(members))
 
     def _make_groups(self, initiator: int, disconnected: bool, runs: list[Run]) -> _Group:
@@ -303,15 +360,28 @@ class Generator:
     def _count_present(self, group: _Group, runs: list[Run]) -> None:
         """Decrement the missing members; run the group if none is missing."""
         group.missing -= 1
-        if not group.missing and group.members:
-            group.running = True
-            runs.append(group.run(group.members))
+        if not group.missing and group.members and len(group.members) >= self._quorum:
+            self._run(group, runs)
+
+    def _run(self, group: _Group, runs: list[Run]) -> None:
+        group.running = True
+        runs.append(group.run(group.members))
+
+    def _run_complete(self, runs: list[Run]) -> None:
+        """Run groups that have waited for a quorum which fewer workers are now."""
+        for group in self._waiting_groups() if self.rules.quorum is not None else ():
+            if not group.missing and len(group.members) >= self._quorum:
+                self._run(group, runs)
 
     def _rerun(self, group: _Group, runs: list[Run]) -> None:
         left = self._unfinished(group)
-        if left:
-            group.epoch += 1
-            runs.append(group.run(left))
+        if not left:
+            return
+        group.epoch += 1
+        if len(left) == len(group.members) < self._quorum:
+            group.running = False  # until others join: none of its members has an average
+            return
+        runs.append(group.run(left))
 
 
 class Member:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -122,6 +123,8 @@ class GroupAllReduce:
     Attributes:
         first: the epoch of connection id 0 of the present generator.
         part: the part of the buffer that is averaged; initially all of it.
+        weight: this worker's in the next averages; None: all have the same. All members of a group
+            have one or none.
         uncompressed: whether the next averages ignore ``compression``.
         members: of the last group.
         completed: the number of completed averages.
@@ -139,6 +142,7 @@ class GroupAllReduce:
         self.first = self._base = first
         self.compression = compression or ModelCompression()
         self.uncompressed = False
+        self.weight: float | None = None
         self.part = Span(0, buffer.numel())
         self.members: tuple[int, ...] = ()
         self.completed = 0
@@ -170,13 +174,28 @@ class GroupAllReduce:
             group = Group(run.members, epoch=self.first + connection)
             inner = self._world.open_group(group)
             self._open[connection] = group, inner, Collectives(inner)
-        group, inner, collectives = self._open[connection]
+        collectives = self._open[connection][2]
         self.members = run.members
         inside = slice(self.part.start, self.part.stop)
         self._begun_ns = time.monotonic_ns() if stream.on else 0
         total = self._sum[inside].copy_(self._buffer[inside])
+        if self.weight is not None:
+            weights = torch.tensor([self.weight], dtype=torch.float64)
+            start = functools.partial(collectives.all_reduce, weights)
+            lost = self._complete(connection, start, arrival)
+            if lost is not None:
+                return lost
+            # The mean of the scaled parts is the weighted mean. Errors of a codec are scaled too.
+            total.mul_(len(run.members) * self.weight / float(weights) if weights > 0 else 1.0)
+        return self._complete(connection, lambda: self._start(collectives, total), arrival)
+
+    def _complete(
+        self, connection: int, start: Callable[[], Handle], arrival: Callable[[], Arrival]
+    ) -> int | None:
+        """Complete a collective over a connection; return as `attempt`."""
+        collectives = self._open[connection][2]
         try:
-            handle = self._start(collectives, total)
+            handle = start()
         except PeerError:
             return self._lose(connection)
         arrived = False

@@ -393,9 +393,14 @@ class GroupAverager:
         reducer = self.session.reducer
         return reducer.members if reducer.completed > self._completed_before else (self._rank,)
 
-    def begin(self, part: Span) -> None:
+    @property
+    def left_out(self) -> bool:
+        """Whether groups continue without this worker, which must copy a peer's state."""
+        return self.session.must_fetch
+
+    def begin(self, part: Span, weight: float | None = None) -> None:
         """Start to average the part with the next groups. It must not be used until `end`."""
-        self._start(part, synchronize=False)
+        self._start(part, weight, synchronize=False)
 
     def end(self) -> None:
         """Wait until this worker's groups are done."""
@@ -415,7 +420,7 @@ class GroupAverager:
         It is sent uncompressed, after compression errors of earlier averages are added to it.
         """
         self.session.reducer.compression.add_residual(self.buffer)
-        self._start(part or Span(0, self.buffer.numel()), synchronize=True)
+        self._start(part or Span(0, self.buffer.numel()), None, synchronize=True)
         self.end()
 
     def sections(self) -> Sequence[Section]:
@@ -447,14 +452,14 @@ class GroupAverager:
             self._thread.join()
         self.session.close()
 
-    def _start(self, part: Span, *, synchronize: bool) -> None:
+    def _start(self, part: Span, weight: float | None, *, synchronize: bool) -> None:
         if self._closed:
             raise UsageError(
                 f"{self._me}: wingbeat was shut down; models cannot be averaged: call "
                 "wingbeat.shutdown() after the last step and wingbeat.synchronize()"
             )
         reducer = self.session.reducer
-        reducer.part, reducer.uncompressed = part, synchronize
+        reducer.part, reducer.weight, reducer.uncompressed = part, weight, synchronize
         self._completed_before = reducer.completed
         self._idle.clear()
         self._jobs.put(self.session.synchronize if synchronize else self.session.step)

@@ -51,8 +51,15 @@ class Averager(Protocol):
     def members(self) -> tuple[int, ...]:
         """The ranks of the last average, including this worker."""
 
-    def begin(self, part: Span) -> None:
-        """Begin to average a span of the buffer, which must not be used until `end`."""
+    @property
+    def left_out(self) -> bool:
+        """Whether no average was made: groups continue without this worker."""
+
+    def begin(self, part: Span, weight: float | None = None) -> None:
+        """Begin to average a span of the buffer, which must not be used until `end`.
+
+        ``weight`` is that of this worker; None if all have the same. All workers give one or none.
+        """
 
     def end(self) -> None:
         """Wait until the span holds the average; raise a `PeerError` if a worker failed."""
@@ -97,6 +104,7 @@ class LocalUpdate(WholeUpdate):
         self._under_way: tuple[int, int] | None = None
         self._begun = 0  # number of steps when it was begun
         self._sent: torch.Tensor | None = None
+        self._keeps_sent = schedule.beside
         self._moved = self.left = self._cut = self._stepping = False
         self._forwards: int | None = 0  # None after the first step
         self._changes = 0
@@ -131,8 +139,13 @@ class LocalUpdate(WholeUpdate):
             self._adopt()
         else:
             assert isinstance(command, Step), command
-            return super().perform(command, closure)
+            result = super().perform(command, closure)
+            self._made_step()
+            return result
         return None
+
+    def _made_step(self) -> None:
+        """Called after each of the optimizer's steps."""
 
     def level(self, *, always: bool) -> bool:
         """Set models, buffers and the number of steps to their means, bitwise equal."""
@@ -193,13 +206,13 @@ class LocalUpdate(WholeUpdate):
         """The number of this worker's steps, on which its averages depend."""
         return self._schedule.made
 
-    def tensors(self) -> dict[str, Tensors]:
-        """Return further tensors of the training state, by kind and parameter name."""
+    def tensors(self) -> dict[str, Any]:
+        """Return further training state, by kind."""
         return {}
 
-    def resume(self, steps: int, tensors: Mapping[str, Tensors]) -> None:  # noqa: ARG002
-        """Continue after ``steps`` steps, with the result of `tensors`; without it if empty."""
-        self._schedule.resume(steps)
+    def resume(self, averages: Mapping[str, Any]) -> None:
+        """Continue after the steps of a checkpoint, from 0 if it has none."""
+        self._schedule.resume(averages.get("steps", 0))
 
     def handed(self) -> tuple[list[torch.Tensor], list[int]]:
         """Return tensors, not copied, and the numbers for a restarted worker's `take_over`.
@@ -210,8 +223,15 @@ class LocalUpdate(WholeUpdate):
         made = self._schedule.made if self._under_way is None else self._begun
         return [], [made]
 
-    def take_over(self, numbers: Sequence[int]) -> None:
-        """Continue from a peer's numbers and tensors; raise a `ValueError` for invalid numbers."""
+    def moves(self) -> torch.Tensor | None:
+        """Return the steps of this worker that others have not merged, if they can be later."""
+        return None
+
+    def take_over(self, numbers: Sequence[int], moved: torch.Tensor | None = None) -> None:  # noqa: ARG002
+        """Continue from a peer's numbers and tensors; raise a `ValueError` for invalid numbers.
+
+        ``moved`` is a result of `moves`, which is kept.
+        """
         (steps,) = numbers
         if steps < 0:
             raise ValueError(f"{steps} steps")
@@ -308,7 +328,7 @@ class LocalUpdate(WholeUpdate):
         # First, because a worker that rejoins meanwhile needs it.
         self._under_way, self._begun = (first, last), self._schedule.made
         try:
-            self._averager.begin(self._model.part(first, last))
+            self._averager.begin(self._model.part(first, last), self._weight(first, last))
         except BaseException:
             self._under_way = None
             raise
@@ -323,10 +343,17 @@ class LocalUpdate(WholeUpdate):
             raise
         under_way, self._under_way = self._under_way, None
         begin = time.monotonic_ns()
-        self._take(*under_way)
-        stream.record("take_over", begin, time.monotonic_ns(), group=self._averager.members)
-        self._averager.commit()
+        if self._averager.left_out:
+            self._sent = None
+        else:
+            self._take(*under_way)
+            stream.record("take_over", begin, time.monotonic_ns(), group=self._averager.members)
+            self._averager.commit()
         self.renew()
+
+    def _weight(self, first: int, last: int) -> float | None:  # noqa: ARG002
+        """Return this worker's weight in an average of some fragments; None: that of all."""
+        return None
 
     def _wait_again(self) -> None:
         """Complete a wait that Ctrl-C has interrupted: the flat model is in use until then."""
@@ -352,7 +379,7 @@ class LocalUpdate(WholeUpdate):
     def _offer(self, first: int, last: int) -> None:
         self._model.read(first, last)
         part = self._model.part(first, last)
-        if self._schedule.beside:
+        if self._keeps_sent:
             self._sent = self._model.flat[part.start : part.stop].clone()
 
     def _take(self, first: int, last: int) -> None:
@@ -403,21 +430,29 @@ class LiveState:
             log.warning("%s", first_line(error))
             return None
 
-    def put(self, payload: Any) -> None:
-        """Continue from a peer's `written` state; raise a `PeerError` if it does not fit."""
+    def put(self, payload: Any, *, keep: bool = False) -> None:
+        """Continue from a peer's `written` state; raise a `PeerError` if it does not fit.
+
+        With ``keep``, the model and the optimizer remain this worker's own, as far as its steps
+        since its last average can still be merged.
+        """
         bucketing, optimizer, update = self._bucketing(), self._optimizer(), self._update()
         assert bucketing is not None
         assert optimizer is not None
         assert update is not None
         kept, _ = update.handed()
-        params = [slot.param for slot in bucketing.slots]
-        snapshot = Snapshot(payload, [*_tensors(bucketing), *kept], params)
+        params, own = [slot.param for slot in bucketing.slots], _tensors(bucketing)
+        snapshot = Snapshot(payload, [*own, *kept], params)
+        moved = update.moves() if keep else None
         numbers = snapshot.extra
         try:
             if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
                 raise ValueError("no list of numbers")
-            snapshot.load_into(optimizer)
-            update.take_over(numbers)
+            if moved is None:
+                snapshot.load_into(optimizer)
+            else:
+                snapshot.load_tensors(len(own))
+            update.take_over(numbers, moved)
         except ValueError as error:
             raise PeerError(
                 f"a state has come with {numbers!r:.40} for the steps that were made ({error}); "

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from wingbeat.compression import options_of
 from wingbeat.errors import UsageError
-from wingbeat.methods.model_averaging.rules import FILTERED, GROUP_SIZE, POLICIES, THRESHOLD
+from wingbeat.methods.model_averaging.rules import (
+    FILTERED,
+    GROUP_SIZE,
+    POLICIES,
+    THRESHOLD,
+    WEIGHTS,
+    Rules,
+    rules_of,
+)
 from wingbeat.parts.schedule import SchedulePart
 from wingbeat.parts.update import UpdatePart
-from wingbeat.settings import READ, Settings, count_of
+from wingbeat.settings import READ, Settings, count_of, number_of
 from wingbeat.traits import LOCAL, MEANS, ExchangePart
 
 if TYPE_CHECKING:
@@ -25,6 +34,10 @@ if TYPE_CHECKING:
     from wingbeat.methods.model_averaging.pair_averager import PairAverager
     from wingbeat.parts.strategy import Strategy
     from wingbeat.transport.world import World
+
+
+GRACE_S = 1.0
+"""Seconds for which a quorum waits for the others."""
 
 
 class PartnersPart(Settings, ExchangePart):
@@ -86,6 +99,16 @@ class PartnersPart(Settings, ExchangePart):
                 f"{where}, compression={wire!r}, update={update!r}): what rounding takes from "
                 'models is as much as they have moved; allowed: "fp32", or Groups(policy="all")'
             )
+        if isinstance(self, Groups) and self.quorum is not None and not outer:
+            raise UsageError(
+                f"{where}, update={update!r}): a worker that is late keeps its steps by an outer "
+                "optimizer; allowed: Outer(), as in DiLoCo, or quorum=None"
+            )
+        if isinstance(update, Outer) and update.weights != "equal" and not self.everyone:
+            raise UsageError(
+                f"{where}, update={update!r}): models have weights in averages of all workers; "
+                'allowed: weights="equal", or Groups(policy="all"), as in DiLoCo'
+            )
         if codec is not None:
             codec.check_differences(where)
 
@@ -125,6 +148,10 @@ class Groups(PartnersPart):
         threshold: C_thres of the slowdown filter (5.3), for ``"smart"`` and ``"paper"``. None
             (``none`` on the command line): no filter.
         seed: seed of random choices.
+        quorum: with ``"all"``, an average of at least as many workers begins ``grace`` seconds
+            after the last of them was there, without those that are late, or once all are there.
+            None: it waits for all that are alive.
+        grace: those seconds.
         encrypted: encrypt messages to and from the generator. Parameters use the connections of
             collectives (``encrypted`` of `wingbeat.init`).
 
@@ -135,6 +162,8 @@ class Groups(PartnersPart):
     policy: str = "smart"
     size: int = GROUP_SIZE
     threshold: int | None = field(default=THRESHOLD, metadata={READ: count_of})
+    quorum: int | None = field(default=None, metadata={READ: count_of})
+    grace: float = GRACE_S
     seed: int = 0
     encrypted: bool = True
 
@@ -145,6 +174,13 @@ class Groups(PartnersPart):
         if self.threshold != THRESHOLD and self.policy not in FILTERED:
             reason = 'only policy="smart" and "paper" have a filter; leave threshold out'
             raise self.refusal(reason, "policy", "threshold")
+        self.check_count_if_any("quorum", 1, 1_000_000)
+        self.check_number("grace", "0 to 86400 seconds", lambda value: 0 <= value <= 86400)
+        if self.quorum is not None and not self.everyone:
+            raise self.refusal('only policy="all" has rounds; leave quorum out', "policy", "quorum")
+        if self.quorum is None and self.grace != GRACE_S:
+            reason = "the seconds after a quorum; give quorum too, or leave grace out"
+            raise self.refusal(reason, "grace")
         self.check_flag("encrypted")
         self.check_count("seed", 0, 2**31 - 1)
 
@@ -152,6 +188,14 @@ class Groups(PartnersPart):
     def everyone(self) -> bool:
         """Whether all workers average together, so that all share one model."""
         return self.policy == "all"
+
+    @property
+    def rules(self) -> Rules | None:
+        """The generator's rules; None for the static schedule, which has no generator."""
+        if self.policy == "static":
+            return None
+        grace = 0.0 if self.quorum is None else self.grace
+        return rules_of(self.policy, self.size, self.threshold, self.quorum, grace)
 
     @property
     def waits(self) -> bool:
@@ -241,6 +285,14 @@ class Averaged(UpdatePart):
         return frozenset({LOCAL})
 
 
+def in_python(text: str) -> None:
+    """Refuse the textual form of an option that is a function by a `UsageError`."""
+    raise UsageError(
+        f"outer_optimizer={text}: a function cannot be written here; pass "
+        "DiLoCo(outer_optimizer=...) in Python, or write outer_lr and outer_momentum"
+    )
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Outer(UpdatePart):
     """The average change of the models since the last average is an outer optimizer's gradient.
@@ -251,19 +303,47 @@ class Outer(UpdatePart):
     Args:
         lr: the outer learning rate.
         momentum: the Nesterov momentum; 0: none.
+        optimizer: makes another outer optimizer of a list of parameters, such as
+            ``functools.partial(torch.optim.Adam, lr=0.1)``; None: SGD with ``lr`` and ``momentum``.
+            There is one flat parameter for each fragment, so it must update each element by itself.
+            The gradient is the shared model minus the mean of the models.
+        alpha: the share of a worker's own parameters when it adopts an average; the rest is the
+            shared model (Streaming DiLoCo, Douillard et al., 2025, section 2.2; torchft's
+            ``fragment_update_alpha``). None: the shared model plus all that the worker has moved
+            since it sent.
+        weights: of workers in the average. ``"equal"``. ``"tokens"``: by the tokens that a worker
+            has counted since its last merge (`wingbeat.count_tokens`). ``"decoupled"``: by its
+            tokens times its tokens per step (Decoupled DiLoCo, Douillard et al., 2026).
 
     Raises:
-        UsageError: a number is out of range.
+        UsageError: a value is out of range, or ``lr`` or ``momentum`` are given too.
     """
 
     in_parts: ClassVar[bool] = False
 
     lr: float = 0.7
     momentum: float = 0.9
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = field(
+        default=None, metadata={READ: in_python}
+    )
+    alpha: float | None = field(default=None, metadata={READ: number_of})
+    weights: str = "equal"
 
     def __post_init__(self) -> None:
         self.check_number("lr", "numbers above 0", lambda value: value > 0)
         self.check_number("momentum", "0 to below 1", lambda value: 0 <= value < 1)
+        self.check_number_if_any("alpha", "0 to 1", lambda value: 0 <= value <= 1)
+        self.check_name("weights", WEIGHTS)
+        given: Any = self.optimizer
+        if given is None:
+            return
+        if not callable(given):
+            reason = "pass a function of a list of parameters that returns a torch.optim.Optimizer"
+            raise self.refusal(reason, "optimizer")
+        for key, usual in {"lr": 0.7, "momentum": 0.9}.items():
+            if getattr(self, key) != usual:
+                reason = "the optimizer has settings of its own; leave one of the two out"
+                raise self.refusal(reason, "optimizer", key)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -481,7 +481,12 @@ class PairAverager:
         """This worker, and its last partner."""
         return () if self._exchange is None else self._exchange.members
 
-    def begin(self, part: Span) -> None:
+    @property
+    def left_out(self) -> bool:
+        """Always false: a worker that was left out has ended."""
+        return False
+
+    def begin(self, part: Span, weight: float | None = None) -> None:  # noqa: ARG002
         """Allow averages of the buffer, which must not be used until `end`.
 
         Raises UsageError if the part is not the whole buffer, or `end` was not called.

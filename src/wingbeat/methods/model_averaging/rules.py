@@ -65,6 +65,10 @@ class Rules:
         notified: whether a group runs as soon as its members are in no older group (Fig. 8),
             instead of when all of them have sent a request (section 5.1).
         whole: whether each group has all active workers. Use `Rules.all_workers()`.
+        quorum: with ``whole``, the workers that make a group: once as many are there, it waits
+            ``grace`` seconds for the others, and runs without those that are late. It never runs
+            with fewer, unless the missing ones have left or synchronize. None: all active workers.
+        grace: those seconds.
 
     Raises:
         UsageError: a value is not allowed, or needs another one.
@@ -80,9 +84,12 @@ class Rules:
     connect: int | None = CONNECT
     notified: bool = False
     whole: bool = False
+    quorum: int | None = None
+    grace: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the values."""
+        self._check_quorum()
         if self.size < 2:
             raise UsageError(f"Rules(size={self.size}): allowed are groups of 2 workers and more")
         if self.threshold is not None and self.threshold < 2:
@@ -119,12 +126,24 @@ class Rules:
                     "group of all workers; use Rules.all_workers()"
                 )
 
+    def _check_quorum(self) -> None:
+        if self.quorum is not None and (self.quorum < 1 or not self.whole):
+            raise UsageError(
+                f"Rules(quorum={self.quorum}, whole={self.whole}): allowed are 1 worker and more, "
+                "and groups of all workers, as Rules.all_workers(quorum=...) makes"
+            )
+        if self.grace < 0 or (self.grace and self.quorum is None):
+            raise UsageError(
+                f"Rules(quorum={self.quorum}, grace={self.grace}): allowed are 0 seconds and more, "
+                "after a quorum"
+            )
+
     @classmethod
-    def all_workers(cls) -> Rules:
+    def all_workers(cls, quorum: int | None = None, grace: float = 0.0) -> Rules:
         """Return the rules that answer each request with one group of all active workers.
 
-        The group runs when all of them have sent a request. A worker that joins meanwhile is in the
-        next group.
+        The group runs when all of them have sent a request, or by ``quorum`` and ``grace``. A
+        worker that joins meanwhile is in the next group.
         """
         return cls(
             division=False,
@@ -133,6 +152,8 @@ class Rules:
             halve_after=None,
             connect=None,
             whole=True,
+            quorum=quorum,
+            grace=grace,
         )
 
     @classmethod
@@ -171,19 +192,22 @@ FILTERED = ("smart", "paper")
 """Policies with a slowdown filter."""
 
 
-def rules_of(policy: str, size: int, threshold: int | None) -> Rules:
+def rules_of(
+    policy: str, size: int, threshold: int | None, quorum: int | None = None, grace: float = 0.0
+) -> Rules:
     """Return the rules of a policy.
 
     Args:
         policy: one of `POLICIES`, except ``"static"``, which needs no rules.
         size: members of a random group.
         threshold: C_thres of the slowdown filter.
+        quorum, grace: of ``"all"``.
 
     Raises:
         UsageError: a value is not allowed.
     """
     if policy == "all":
-        return Rules.all_workers()
+        return Rules.all_workers(quorum, grace)
     if policy == "random":
         return Rules.random(size)
     if policy == "paper":
@@ -521,6 +545,76 @@ def _opposite(host: int, hosts: int, cycle: int) -> int:
     if place >= 2 * half:
         return host
     return (first + (place + half) % (2 * half)) % hosts
+
+
+# -- weights of an average ----------------------------------------------------------------
+
+WEIGHTS = ("equal", "tokens", "decoupled")
+"""Rules by which workers have weights in an average; see `weight_of`."""
+
+
+def weight_of(rule: str, tokens: int, steps: int) -> float:
+    """Return a worker's weight by its tokens and steps since its last merge.
+
+    ``"tokens"``: its tokens, so that each token counts alike. ``"decoupled"``: its tokens times its
+    tokens per step (Decoupled DiLoCo, Douillard et al., 2026, section 3.2).
+
+    >>> weight_of("tokens", 600, 30), weight_of("decoupled", 600, 30)
+    (600.0, 12000.0)
+    """
+    assert rule in WEIGHTS[1:], rule
+    if rule == "tokens":
+        return float(tokens)
+    return tokens * tokens / steps if steps else 0.0
+
+
+class Unmerged:
+    """The tokens and steps of each fragment that no average has merged.
+
+    Attributes:
+        counted: by fragment, tokens and steps.
+    """
+
+    def __init__(self, fragments: int, rule: str) -> None:
+        self._rule = rule
+        self.counted = [(0, 0)] * fragments
+        self._offered: dict[int, tuple[int, int]] = {}
+
+    def count(self, tokens: int) -> None:
+        """Count tokens."""
+        self.counted = [(before + tokens, steps) for before, steps in self.counted]
+
+    def step(self) -> None:
+        """Count a step."""
+        self.counted = [(tokens, steps + 1) for tokens, steps in self.counted]
+
+    def offer(self, first: int, last: int) -> tuple[int, int]:
+        """Return the tokens and steps that an average of these fragments is to merge."""
+        self._offered = {number: self.counted[number] for number in range(first, last)}
+        return max(self._offered.values())
+
+    def weight(self, tokens: int, steps: int) -> float:
+        """Return the weight of these tokens and steps."""
+        return weight_of(self._rule, tokens, steps)
+
+    def merged(self) -> None:
+        """Record that the average that was offered last has merged what was offered, once."""
+        for number, (tokens, steps) in self._offered.items():
+            now = self.counted[number]
+            self.counted[number] = now[0] - tokens, now[1] - steps
+        self._offered = {}
+
+    def reset(self) -> None:
+        """Drop all counts: the model is another worker's now."""
+        self.counted, self._offered = [(0, 0)] * len(self.counted), {}
+
+    def load(self, counted: Sequence[Sequence[int]]) -> None:
+        """Continue from `counted`; of another number of fragments, each has the largest counts."""
+        self.reset()
+        pairs = [(tokens, steps) for tokens, steps in counted]
+        if len(pairs) != len(self.counted):
+            pairs = [max(pairs, default=(0, 0))] * len(self.counted)
+        self.counted = pairs
 
 
 # -- how well groups mix models (section 3.3) ---------------------------------------------

@@ -177,8 +177,8 @@ class GroupService(Actor):
         self._steps, self._first_s = Deadlines(least, first=first), first
         self._connections = connections or ConnectionCache(workers)
         self._workers = [_Worker() for _ in range(workers)]
+        self._fetches: dict[int, FetchState] = {}  # that no worker can serve yet
         self._kept_alive_at = clock()
-        self._fetches: dict[int, int] = {}  # lost sender by receiver: no worker has a state yet
         for worker in range(workers):
             self._steps.start(worker, self._kept_alive_at)
             if expected is not None:
@@ -189,7 +189,10 @@ class GroupService(Actor):
         self._connect_by = self._kept_alive_at + CONNECT_S
 
     def work(self) -> None:
-        """Connect to restarted workers, and end once no worker needs this process."""
+        """Connect to restarted workers, let no quorum wait, and end once no worker needs this."""
+        self._serve_fetches()
+        for worker in self._generator.take_late(self.clock()):
+            self._start(self._remove(worker))
         if self._membership is not None:
             # If this process was suspended, workers may have continued without it.
             if self._membership.log.view[-1] != 2 * self._incarnation:
@@ -209,6 +212,11 @@ class GroupService(Actor):
             assert self._membership is not None
             if self._membership.log.view[worker] % 2:  # others have detected its end
                 self._remove_for_good(worker)
+
+    def idle_s(self) -> float:
+        """Return the seconds until the grace of a quorum ends, if that is sooner."""
+        due = self._generator.due
+        return self.check_s if due is None else min(self.check_s, max(0.0, due - self.clock()))
 
     def leave(self) -> None:
         """Remove the worker that has exited; otherwise each other one would have to detect it."""
@@ -243,9 +251,8 @@ class GroupService(Actor):
                 # Otherwise the group already runs without that member.
                 together = self._generator.run_together(worker, *message)
                 return self._remove(member) if together else []
-            case FetchState(lost, join):
-                self._handle_fetch(worker, now, join=join)
-                self._find_sender(worker, lost)
+            case FetchState():
+                self._fetches[worker] = message
                 return []
             case Fetched():
                 state = self._workers[worker]
@@ -273,6 +280,7 @@ class GroupService(Actor):
         self._add(worker)
         if not synchronize:
             self._steps.arrived(worker, now)
+            self._serve_fetches(worker)  # before its group, which may run at once
             return generator.request(worker)
         self._steps.stop(worker)
         state.synchronizing = True
@@ -286,6 +294,24 @@ class GroupService(Actor):
 
     def _others(self, worker: int) -> list[int]:
         return [w for w in range(len(self._workers)) if w != worker and w in self._generator]
+
+    def _serve_fetches(self, asking: int | None = None) -> None:
+        """Let others send the states that workers have requested.
+
+        One that joins needs a sender that waits for its group, or is ``asking`` for it: the others
+        have nothing to send before, and the group must not run without the new member.
+        """
+        for worker, fetch in list(self._fetches.items()):
+            others = [each for each in self._others(worker) if not self._workers[each].fetching]
+            if fetch.join and others and not any(self._can_send(each, asking) for each in others):
+                continue
+            del self._fetches[worker]
+            self._handle_fetch(worker, self.clock(), join=fetch.join)
+            self._find_sender(worker, fetch, asking)
+
+    def _can_send(self, worker: int, asking: int | None) -> bool:
+        waits = self._generator.is_waiting(worker) and not self._generator.unfinished(worker)
+        return waits or worker == asking
 
     def _handle_fetch(self, worker: int, now: float, *, join: bool) -> None:
         self._workers[worker].fetching = self._workers[worker].behind = True
@@ -337,15 +363,15 @@ class GroupService(Actor):
                     due += self._remove(member)
                     break  # The others run the next epoch.
 
-    def _find_sender(self, receiver: int, lost: int) -> None:
-        """Let an active worker send its state to ``receiver``; ``lost`` only without any other.
+    def _find_sender(self, receiver: int, fetch: FetchState, asking: int | None) -> None:
+        """Let an active worker send its state to ``receiver``; the lost one only without any other.
 
         A worker that copies a state itself has none to send.
         """
 
         def rank(worker: int) -> tuple[bool, ...]:
-            waits = self._generator.is_waiting(worker)
-            return worker == lost, self._workers[worker].behind, not waits
+            ready = self._can_send(worker, asking)
+            return worker == fetch.lost, self._workers[worker].behind, not ready
 
         others = [each for each in self._others(receiver) if not self._workers[each].fetching]
         for sender in sorted(others, key=rank):
@@ -354,7 +380,7 @@ class GroupService(Actor):
                 self._send(receiver, message)
                 return
         if any(state.expected for state in self._workers):
-            self._fetches[receiver] = lost  # one that connects soon has a state
+            self._fetches[receiver] = fetch  # one that connects soon has a state
         else:
             self._send(receiver, SendState(receiver, receiver, 0))
 
@@ -373,13 +399,7 @@ class GroupService(Actor):
         behind = stale or self._workers[worker].behind
         self._workers[worker] = _Worker(behind=behind, stale=stale)
         self._send_inactive(worker)
-        self._retry_fetches()
         return True
-
-    def _retry_fetches(self) -> None:
-        waiting, self._fetches = self._fetches, {}
-        for receiver, lost in waiting.items():
-            self._find_sender(receiver, lost)
 
     def _end_silence(self, worker: int) -> None:
         """Send a worker that was silent what it has missed. Its next request makes it active."""
@@ -406,11 +426,13 @@ class GroupService(Actor):
         if worker in generator or (gone and generator.is_late(worker)):
             state.behind, state.fetching, state.synchronizing = True, False, False
             self._connections.close_all(worker)
+            self._fetches.pop(worker, None)
             for other in range(len(self._workers)):
                 self._send_removed(other, worker)
         if gone:
             self._steps.forget(worker)
-            return generator.remove(worker)
+            self._fetches.pop(worker, None)
+            return generator.remove(worker, left=self._reason(worker) is Reason.LEFT)
         self._steps.stop(worker)
         return generator.mark_late(worker)
 
@@ -446,7 +468,6 @@ class GroupService(Actor):
             for worker, state in enumerate(self._workers):
                 if state.expected:
                     self._remove_for_good(worker)
-            self._retry_fetches()
         for worker, state in enumerate(self._workers):
             if self._generator.is_awaited(worker) and self._steps.is_overdue(worker, now):
                 self._start(self._remove(worker))
@@ -477,6 +498,9 @@ class GroupService(Actor):
             waits = worker in self._generator and self._generator.is_waiting(worker)
             if waits and (awaited := self._generator.waiting_for(worker)):
                 self._send(worker, Keepalive(awaited[0]))
+        for worker in self._fetches:
+            if others := self._others(worker):
+                self._send(worker, Keepalive(others[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,9 @@ from wingbeat.types import LayerPositions, Layout
 _COPIES = 2
 """Copies of the parameters before and after an average: into the buffer, and by the members."""
 
+_STATE = 5
+"""Tensors as large as the model in the state that a late worker copies, under Adam."""
+
 _GRAIN_S = 1e-9
 """Averages of equally many members that begin at the same times, up to this, take equally long."""
 
@@ -204,6 +207,7 @@ class _Job:
         self.groups: list[tuple[int, ...]] = []
         self.workers: list[_Worker] = []
         self._generator = Generator(layout, rules, seed) if rules else None
+        self._copying: list[int] = []  # late workers, for a state that no worker can send yet
         self._connections = ConnectionCache(layout.workers)
         self._free = 0.0
         # A worker takes part in one average at a time: those of different hosts share no port.
@@ -211,7 +215,9 @@ class _Job:
         divided = rules is None or rules.division
         self._apart = divided and len(layout.hosts) == layout.workers and links.alike
         ring = topologies.fitted("ring", layout, links.count)
-        whole = represented and rules is not None and rules.whole and links.alike
+        # With a quorum averages have other members each time.
+        everyone = rules is not None and rules.whole and rules.quorum is None
+        whole = represented and everyone and links.alike
         self._period = period_of(ring, layout, wire) if whole else 0
         self._whole: tuple[list[float], int] | None = None
         self._begun: dict[object, dict[int, tuple[float, Callable[[], None]]]] = {}
@@ -225,10 +231,49 @@ class _Job:
         """
         self.agenda.at(self.agenda.now + self._trip_s, lambda: self._process(request))
 
+    def request(self, rank: int) -> None:
+        """Request a group; a worker that was late copies a peer's state first."""
+
+        def handle(generator: Generator) -> list[Run]:
+            if rank in generator:
+                return generator.request(rank)
+            self._copying.append(rank)
+            return []
+
+        self.send(handle)
+
     def _process(self, request: Callable[[Generator], list[Run]]) -> None:
         assert self._generator is not None
         self._free = max(self._free, self.agenda.now) + self.work.message_s
-        for run in request(self._generator):
+        self._start(request(self._generator))
+        if self._generator.rules.quorum is not None:
+            self._end_graces()
+
+    def _end_graces(self) -> None:
+        """Serve late workers, and run without those whose grace has ended, as the service does."""
+        generator, agenda = self._generator, self.agenda
+        assert generator is not None
+        active = [rank for rank in range(self.layout.workers) if rank in generator]
+        waiting = (w for w in active if generator.is_waiting(w) and not generator.unfinished(w))
+        if self._copying and (next(waiting, None) is not None or not active):
+            copying, self._copying = self._copying, []
+            for rank in copying:
+                generator.add(rank, at_once=True)
+                agenda.at(agenda.now + self._copy_s, partial(self.request, rank))
+        for rank in generator.take_late(agenda.now):
+            self._start(generator.mark_late(rank))
+        due = generator.due
+        if due is not None and due > agenda.now:
+            agenda.at(due, self._end_graces)
+
+    @property
+    def _copy_s(self) -> float:
+        """Seconds for another worker's model, shared model, velocity, and moments of Adam."""
+        nbytes = _STATE * self.numel * ITEMSIZE
+        return self.work.meeting_s + self.links.latency_s + nbytes / self.links.bytes_per_s
+
+    def _start(self, runs: Sequence[Run]) -> None:
+        for run in runs:
             connection = 0
             if len(run.members) > 1:
                 self.groups.append(run.members)
@@ -506,7 +551,7 @@ class _Worker:
         self._busy = True
         if self._member is not None:
             self._member.request()
-            self._job.send(lambda generator: generator.request(self._rank))
+            self._job.request(self._rank)
             return
         turn, self._turns = self._turns, self._turns + 1
         members = group_of(self._job.layout, self._rank, turn)

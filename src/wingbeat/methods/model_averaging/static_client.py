@@ -231,7 +231,7 @@ class StaticClient:
         fallback: None; there is no generator that could be lost.
         lost_peers: the workers that this worker knows to be lost or to have left.
         silent: those of them that were silent while all others synchronized.
-        excluded, must_fetch, copies_state: False; see `Client`.
+        excluded, must_fetch, stale, copies_state: False; see `Client`.
         on_lost: called with each worker that is lost.
         watch: called while it waits; may raise.
     """
@@ -261,7 +261,7 @@ class StaticClient:
         self.fallback: str | None = None
         self.lost_peers = set(lost)
         self.silent: set[int] = set()
-        self.excluded = self.must_fetch = self.copies_state = False
+        self.excluded = self.must_fetch = self.stale = self.copies_state = False
         self.watch: Callable[[], None] = lambda: None
         self.on_lost: Callable[[int], None] = lambda _: None
 

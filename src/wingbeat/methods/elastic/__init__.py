@@ -1,0 +1,1 @@
+"""Exact strategies that continue without a replica that has failed."""
