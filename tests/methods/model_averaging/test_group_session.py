@@ -126,7 +126,9 @@ def test_restarted_worker_rejoins_with_the_state_of_a_peer(rules: Rules) -> None
 
 @pytest.mark.parametrize("rules", [Rules(), Rules.all_workers()], ids=["smart", "everyone"])
 @pytest.mark.parametrize("host", [0, 1])
-def test_generator_that_ends_is_started_again_and_a_worker_rejoins(rules: Rules, host: int) -> None:
+def test_generator_that_ends_is_started_again_and_a_worker_rejoins(
+    rules: Rules, host: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """The worker that has started it ends too, or continues; a second one ends later."""
     back = threading.Event()
     sessions: dict[int, GroupSession] = {}
@@ -172,6 +174,10 @@ def test_generator_that_ends_is_started_again_and_a_worker_rejoins(rules: Rules,
 
     values = loopback.run(loopback.worlds(3), body)
     assert len(set(values)) == 1, values
+    events = [(vars(r)["rank"], vars(r)["event"]) for r in caplog.records if hasattr(r, "event")]
+    for rank in range(3) if host else (1, 2):
+        own = [event for of, event in events if of == rank and event.startswith("generator-")]
+        assert own[:2] == ["generator-lost", "generator-started"]
 
 
 def test_fetch_state_without_or_with_too_large_state_raises() -> None:

@@ -43,6 +43,7 @@ from wingbeat.methods.model_averaging.static_client import (
     isolation_text,
 )
 from wingbeat.observe.events import AVERAGES, stream
+from wingbeat.observe.log import log_event
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport.detector import Failed, FailureDetector
 from wingbeat.transport.failures import WaitLog
@@ -170,7 +171,7 @@ class Client:
 
     Meanwhile ``search`` finds the next generator, which one of the workers starts; None: there is
     none. This worker connects to it in a thread, and follows it from its next step on.
-    ``generation`` is the incarnation of the generator.
+    ``generation`` is the incarnation of the generator. ``record`` logs an event with its text.
 
     Attributes:
         mailbox: its connection to the generator, which the caller closes.
@@ -202,6 +203,7 @@ class Client:
         *,
         search: GeneratorSearch | None = None,
         generation: int = 0,
+        record: Callable[[str, str], None] | None = None,
     ) -> None:
         self.mailbox = mailbox
         self._connection = GeneratorConnection(mailbox, name(worker), generator, timeout)
@@ -211,6 +213,7 @@ class Client:
         self._worker, self._name, self._me = worker, name, name(worker)
         self._layout, self._rules, self._timeout = layout, rules, timeout
         self._table, self._is_running = table, is_running
+        self._record = record or functools.partial(log_event, rank=worker)
         self._member = Member(worker, rules)
         self._synchronizes = self._joins = False
         self._requests = self._waiting_since = 0
@@ -526,12 +529,13 @@ class Client:
         self._make_static(self._inactive)
         if self._search is not None:
             self._search.begin(self._generation)
-        _log.warning(
-            "%s: the group generator is gone (%s); groups %s %s",
-            self._me,
-            why,
-            "contain all workers" if self._rules.whole else "follow the static schedule",
-            "from now on" if self._search is None else "until a worker has started another one",
+        how = "contain all workers" if self._rules.whole else "follow the static schedule"
+        until = "from now on"
+        if self._search is not None:
+            until = "until a worker has started another one"
+        self._record(
+            "generator-lost",
+            f"{self._me}: the group generator is gone ({why}); groups {how} {until}",
         )
 
     def _make_static(self, lost: Collection[int]) -> None:
@@ -592,8 +596,8 @@ class Client:
         self._inactive = dict.fromkeys(static.lost_peers - {self._worker}, Reason.DIED)
         self._unserved.clear()
         self._static, self.fallback = None, None
-        _log.warning(
-            "%s: another group generator was started: groups are its own again, and workers can "
-            "rejoin",
-            self._me,
+        self._record(
+            "generator-started",
+            f"{self._me}: another group generator was started: groups are its own again, and "
+            "workers can rejoin",
         )

@@ -37,6 +37,7 @@ from wingbeat.methods.model_averaging.generator import (
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.static_client import StatusTable
 from wingbeat.methods.model_averaging.succession import START_S, GeneratorSearch
+from wingbeat.observe.log import log_event
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport.actor import Actor
 from wingbeat.transport.detector import Deadlines, Failure
@@ -631,6 +632,7 @@ class GeneratorConfig:
         return Client(
             mailbox, rank, generator, layout, self.rules, self.timeout, table, is_running, name,
             search=search, generation=incarnation,
+            record=functools.partial(log_event, rank=self.ranks[rank] if self.ranks else rank),
         )  # fmt: skip
 
     def _reconnect(self, store: AtomicStore, rank: int, generator: int) -> Mailbox:
