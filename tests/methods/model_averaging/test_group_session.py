@@ -124,6 +124,12 @@ def test_restarted_worker_rejoins_with_the_state_of_a_peer(rules: Rules) -> None
     assert value > 0  # below what was taken, if the giver was ahead of the other
 
 
+def generator_events(caplog: pytest.LogCaptureFixture, rank: int) -> list[str]:
+    """Return the events about generators that a rank has logged."""
+    own = [vars(each)["event"] for each in caplog.records if getattr(each, "rank", None) == rank]
+    return [event for event in own if event.startswith("generator-")]
+
+
 @pytest.mark.parametrize("rules", [Rules(), Rules.all_workers()], ids=["smart", "everyone"])
 @pytest.mark.parametrize("host", [0, 1])
 def test_generator_that_ends_is_started_again_and_a_worker_rejoins(
@@ -174,10 +180,8 @@ def test_generator_that_ends_is_started_again_and_a_worker_rejoins(
 
     values = loopback.run(loopback.worlds(3), body)
     assert len(set(values)) == 1, values
-    events = [(vars(r)["rank"], vars(r)["event"]) for r in caplog.records if hasattr(r, "event")]
-    for rank in range(3) if host else (1, 2):
-        own = [event for of, event in events if of == rank and event.startswith("generator-")]
-        assert own[:2] == ["generator-lost", "generator-started"]
+    found = ["generator-lost", "generator-started"]
+    assert generator_events(caplog, 1)[:2] == generator_events(caplog, 2)[:2] == found
 
 
 def test_fetch_state_without_or_with_too_large_state_raises() -> None:
