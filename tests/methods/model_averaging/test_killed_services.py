@@ -175,7 +175,7 @@ AGAIN = "another group generator was started"
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("row", GROUPS)
+@pytest.mark.parametrize("row", [*GROUPS, "diloco:every=5,quorum=2,grace=0.5"])
 def test_killed_generator_is_started_again_and_killed_replica_0_rejoins(
     row: str, jobs: Callable[..., Job]
 ) -> None:
