@@ -191,9 +191,6 @@ class GroupService(Actor):
 
     def work(self) -> None:
         """Connect to restarted workers, let no quorum wait, and end once no worker needs this."""
-        self._serve_fetches()
-        for worker in self._generator.take_late(self.clock()):
-            self._start(self._remove(worker))
         if self._membership is not None:
             # If this process was suspended, workers may have continued without it.
             if self._membership.log.view[-1] != 2 * self._incarnation:
@@ -201,6 +198,9 @@ class GroupService(Actor):
                 return
             for change in self._membership.take_changes():
                 self._follow_log(change)
+        self._serve_fetches()  # also by a worker that has just connected
+        for worker in self._generator.take_late(self.clock()):
+            self._start(self._remove(worker))
         self.closing |= all(w.gone or w.silent for w in self._workers)
 
     def _follow_log(self, change: MembershipChange) -> None:
