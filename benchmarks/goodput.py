@@ -5,10 +5,11 @@ stands for the computation of a larger one. Faults occur at moments, of kinds an
 follow from the seed. Each strategy trains twice: without a fault, and with the schedule.
 
 Replicas of strategies that average, and of Canary, meet at `wingbeat store` on a host of its own,
-and a supervisor starts each again. Exact strategies are restarted as a whole, by a torchrun on
-each host, from a checkpoint. Rows ``torchft:ddp``, ``torchft:localsgd`` and ``torchft:diloco`` are
-torchft's, with its lighthouse in place of the store (pip install 'wingbeat[torchft]');
-``torchft:ddp-wrapper`` is its DistributedDataParallel in place of its Manager alone.
+which is started again with its journal, and a supervisor starts each again. Exact strategies are
+restarted as a whole, by a torchrun on each host, from a checkpoint; their store is torch's. Rows
+``torchft:ddp``, ``torchft:localsgd`` and ``torchft:diloco`` are torchft's, with its lighthouse in
+place of the store (pip install 'wingbeat[torchft]'); ``torchft:ddp-wrapper`` is its
+DistributedDataParallel in place of its Manager alone.
 
 Exit code 1 if a goal is missed: a goodput of 0.98 with averages, 0.95 under bounded staleness,
 0.977 of exact strategies with min_replicas, and for others 0.02 below what the checkpoint interval
@@ -77,6 +78,8 @@ DISK_MIB = 128
 START_S, BACK_S, END_S = 300.0, 120.0, 60.0
 """Seconds for all replicas to train at first, to be back in the end, and to end."""
 LOOK_S = 0.1
+STORES = ("wingbeat.cli.main store", "--serve", "torchft_lighthouse")
+"""Words in the commands of the processes that no replica has."""
 AHEAD = 6
 """Steps, or averages of torchft, after which all end."""
 OF_TORCH = ("torchelastic_", "torchinductor_")
@@ -101,10 +104,10 @@ def main() -> int:
     add("--schedule", action="store_true", help="print the schedule and end")
     add("--json", type=Path, default=Path("out/goodput.json"), metavar="FILE",
         help="report; output of the replicas is in FILE.logs (out/goodput.json)")  # fmt: skip
-    for role in ("keep", "supervise", "work"):
+    for role in ("keep", "supervise", "serve", "work"):
         add(f"--{role}", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for role in ("keep", "supervise", "work"):
+    for role in ("keep", "supervise", "serve", "work"):
         if getattr(args, role):
             return hosts.run(getattr(args, role), role)
     return run_and_judge(args.json, lambda report: measure(args, report))
@@ -482,7 +485,7 @@ class Run:
         elif fault.kind == "generator":
             hit = send(signal.SIGKILL, generators(self._mark))
         else:
-            store = processes(self._mark, "wingbeat.cli.main store", "torchft_lighthouse")
+            store = processes(self._mark, *STORES)
             hit = send(signal.SIGKILL, [*store, *replica_of(place)])
         if not hit:
             self._tell(f"no process for {fault.kind} of replica {victim} was there")

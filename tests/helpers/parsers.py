@@ -36,7 +36,7 @@ from wingbeat.methods.bounded_staleness import messages
 from wingbeat.methods.bounded_staleness.colayers import ColayerDecision, parse_decision
 from wingbeat.methods.bounded_staleness.messages import ViewProposal
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
-from wingbeat.methods.model_averaging.client import StatusTable
+from wingbeat.methods.model_averaging.static_client import StatusTable
 from wingbeat.methods.parameter_server.coding import Piece, copy_sum, pack_header, unpack_header
 from wingbeat.methods.parameter_server.protocol import Document, RequestError, unpack_numbers
 from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from helpers.code_blocks import blocks_of
-from wingbeat.transport.replica_jobs import serve_store
+from wingbeat.transport.served_store import StoreServer
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/checkpoints.md"
 SCRIPT = Path(elastic_script.__file__)
@@ -37,7 +37,7 @@ class Job:
     """Replicas of one process each."""
 
     def __init__(self, home: Path, replicas: int, row: str, **options: Any) -> None:
-        self.home, self.replicas, self._store = home, replicas, serve_store(0)
+        self.home, self.replicas, self._store = home, replicas, StoreServer(0)
         self._options = {"optimizer": "sgd", "norm": False, "pace": 0.01, "timeout": 60.0}
         self._options |= {"row": row, **options}
         self.running: dict[int, subprocess.Popen[bytes]] = {}
@@ -102,6 +102,7 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.wait()
+        self._store.close()
 
     def history(self) -> dict[int, list[dict[str, Any]]]:
         """The lines of all processes by step."""
@@ -271,7 +272,7 @@ def until_stopped(first):
 def test_the_script_of_the_page_continues_with_the_schedule_after_a_return(tmp_path: Path) -> None:
     (code,) = [block.code for block in blocks_of(PAGE) if block.code.startswith("# exact.py")]
     code = code.replace("range(first, 400)", "until_stopped(first)")
-    script, store = tmp_path / "exact.py", serve_store(0)
+    script, store = tmp_path / "exact.py", StoreServer(0)
     head, loop, tail = code.partition("for step in")
     script.write_text(head + UNTIL_STOPPED + loop + tail)
 
@@ -299,6 +300,7 @@ def test_the_script_of_the_page_continues_with_the_schedule_after_a_return(tmp_p
         for process in running:
             process.kill()
             process.wait()
+        store.close()
     assert [process.returncode for process in running] == [0, 0]
     rates = [dict(re.findall(r"step (\d+) rate (\S+)", text)) for text in texts]
     assert step > 20
