@@ -230,6 +230,7 @@ def test_the_weights_without_one_of_two_are_bit_for_bit_those_of_the_participant
     # A sum of two does not depend on the order.
     assert distance(end["values"], replayed(job, "adam")) == 0.0
     assert agreeing(job) <= 1
+    assert "the others continue without it [event=lost rank=1 incarnation=0]" in job.errors(0)
 
 
 @pytest.mark.slow
@@ -250,7 +251,8 @@ def test_a_replica_that_was_stopped_copies_the_weights_and_trains_again(
     ends = job.end()
     assert len({end["end"] for end in ends.values()}) == 1
     assert len({str(end["buffers"]) for end in ends.values()}) == 1
-    assert "the others continued without this process" in job.errors(1)
+    for rank, said in ((0, "lost"), (0, "returned"), (1, "excluded")):
+        assert f"[event={said} rank=1 incarnation=0]" in job.errors(rank)
     assert agreeing(job) <= 4
 
 

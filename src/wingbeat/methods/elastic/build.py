@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from wingbeat.methods.elastic.members import Members
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Operation
 from wingbeat.schema import Length, MalformedMessage, Range, parse_json
+from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.world import World
 from wingbeat.types import Group
 
@@ -305,7 +306,7 @@ class Recovery:
         engine = self._engine()
         if engine is None:
             raise error or PeerError("the model is no longer distributed")
-        begun = time.monotonic()
+        begun, former = time.monotonic(), self._members.tokens
         if error is not None:
             log.warning("%s", error)
         while True:
@@ -333,10 +334,17 @@ class Recovery:
                 continue
             break
         engine.steps_made.asked = False  # all members have agreed since
-        self._log(decision, time.monotonic() - begun)
+        self._log(former, decision, time.monotonic() - begun)
 
-    def _log(self, decision: Decision, seconds: float) -> None:
+    def _log(self, former: Mapping[int, str], decision: Decision, seconds: float) -> None:
         whole, ranks = self._epochs.world, sorted(decision.tokens)
+        departures = departures_of(whole)
+        for rank, token in former.items():
+            if decision.tokens.get(rank) != token:
+                departures.lost(rank)
+        for rank in ranks:
+            if former.get(rank) != decision.tokens[rank]:
+                departures.back(rank)
         copied = f"; rank {decision.source} gave its weights to " if decision.copies else ""
         copied += ", ".join(map(str, decision.copies))
         log.warning(
