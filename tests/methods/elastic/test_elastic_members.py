@@ -72,7 +72,7 @@ def test_report_of_a_restarted_process_replaces_that_of_its_predecessor() -> Non
     former = members[0].begin()
     former_token = members[2].token
     # Rank 2 has reported and was killed: the others wait for it, as three are needed.
-    store.set(f"elastic/report/1/{2}", f'["{former_token}", 5, 4, []]')
+    store.set("elastic/1/report/1/2", f'["{former_token}", 5, 4, []]')
     listeners[2].close()
 
     def agree(world: World) -> tuple[int, Decision]:

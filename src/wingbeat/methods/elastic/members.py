@@ -52,6 +52,7 @@ class Members:
     Args:
         world: of all workers of the job.
         min_replicas: least number of members.
+        serial: number of the model, whose members are separate from those of other models.
 
     Attributes:
         epoch: number of the present epoch, from 0.
@@ -59,10 +60,11 @@ class Members:
         wanted: whether another process asks to join.
     """
 
-    def __init__(self, world: World, min_replicas: int) -> None:
+    def __init__(self, world: World, min_replicas: int, serial: int = 1) -> None:
         assert isinstance(world.store, AtomicStore), "all but a service's can claim keys"
         self._store, self._rank, self._size = world.store, world.rank, world.size
         self._timeout, self._min_replicas = world.timeout, min_replicas
+        self._room = f"elastic/{serial}"
         self.token = self._token_of(self._rank)
         self.epoch = 0
         self.tokens: dict[int, str] = {}
@@ -107,7 +109,7 @@ class Members:
             if len(self.tokens) < self._size and not self.wanted:
                 epoch = self.epoch
                 with contextlib.suppress(RuntimeError, TimeoutError):  # a store that is away
-                    found = self._store.has(f"{_ROOM}/wanted/{epoch + 1}")
+                    found = self._store.has(f"{self._room}/wanted/{epoch + 1}")
                     self.wanted = found and epoch == self.epoch
 
     def agree(self, report: Report) -> tuple[int, Decision]:
@@ -149,14 +151,14 @@ class Members:
 
     def _decision(self, epoch: int, former: Mapping[int, str], report: Report) -> Decision:
         """Return the decision of an epoch, after this process has published its report."""
-        self._store.set(f"{_ROOM}/report/{epoch}/{self._rank}", json.dumps(report))
+        self._store.set(f"{self._room}/report/{epoch}/{self._rank}", json.dumps(report))
         member = former.get(self._rank) == self.token
         if not member:
-            self._store.set(f"{_ROOM}/wanted/{epoch}", "1")
+            self._store.set(f"{self._room}/wanted/{epoch}", "1")
         agreement = Agreement(former, self._limits(member=member), time.monotonic())
         waited = WaitLog(f"rank {self._rank}", f"the members of epoch {epoch}")
         probes, pause = _Probes(self._rank), _POLL_S
-        reports = _Reports(self._store, self._rank, self._size, epoch)
+        reports = _Reports(self._store, f"{self._room}/report/{epoch}", self._rank, self._size)
         try:
             while True:
                 found = self._read_decision(epoch)
@@ -168,7 +170,7 @@ class Members:
                 command = agreement.poll(now, reports.known, probes.tokens, probes.conditions)
                 match command:
                     case Propose(decision) if member:
-                        self._store.claim(f"{_ROOM}/decision/{epoch}", json.dumps(decision))
+                        self._store.claim(f"{self._room}/decision/{epoch}", json.dumps(decision))
                     case Fail(reason):
                         raise PeerError(f"rank {self._rank}: {reason}; {_AGAIN}")
                     case Wait(ranks) if ranks and member:
@@ -195,7 +197,7 @@ class Members:
         )
 
     def _read_decision(self, epoch: int) -> Decision | None:
-        key = f"{_ROOM}/decision/{epoch}"
+        key = f"{self._room}/decision/{epoch}"
         if not self._store.has(key):
             return None
         try:
@@ -208,8 +210,6 @@ class Members:
             ) from None
         return found
 
-
-_ROOM = "elastic"
 
 _AGAIN = "start all replicas again from a checkpoint"
 
@@ -225,8 +225,8 @@ class _Reports:
         known: the last report of each rank.
     """
 
-    def __init__(self, store: AtomicStore, rank: int, size: int, epoch: int) -> None:
-        self._store, self._rank, self._size, self._epoch = store, rank, size, epoch
+    def __init__(self, store: AtomicStore, prefix: str, rank: int, size: int) -> None:
+        self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
         self._answered, self._addressed = time.monotonic(), -math.inf
         self.known: dict[int, Report] = {}
 
@@ -252,7 +252,7 @@ class _Reports:
         return False
 
     def _read_one(self, rank: int) -> None:
-        text = read_value(self._store, f"{_ROOM}/report/{self._epoch}/{rank}")
+        text = read_value(self._store, f"{self._prefix}/{rank}")
         if text is not None:
             try:
                 self.known[rank] = parse_json(Report, text)
