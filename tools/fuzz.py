@@ -109,7 +109,7 @@ def run(name: str, seconds: int, recorded: bool) -> int:
     code = running.wait()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"fuzz: {name}: {inputs} inputs, {edges} edges reached, {cpu_s:.0f} s of CPU time")
+    print(f"fuzz: {name}: {inputs} inputs, {edges} edges reached, {cpu_s:.1f} s of CPU time")
     if recorded:
         record(name, cpu_s, inputs, edges)
     return code
@@ -123,7 +123,7 @@ def record(name: str, cpu_s: float, inputs: int, edges: int) -> None:
     totals = json.loads(TOTALS.read_text()) if TOTALS.exists() else {}
     old = totals.get(name, {"cpu_s": 0, "runs": 0, "inputs": 0})
     totals[name] = {
-        "cpu_s": old["cpu_s"] + round(cpu_s),
+        "cpu_s": round(old["cpu_s"] + cpu_s, 1),
         "runs": old["runs"] + 1,
         "inputs": old["inputs"] + inputs,
         "edges": edges,
