@@ -19,6 +19,7 @@ from wingbeat.methods.elastic.agreement import (
     Propose,
     Report,
     Wait,
+    parse_decision,
 )
 from wingbeat.observe.log import log, log_event
 from wingbeat.schema import MalformedMessage, parse_json
@@ -201,8 +202,7 @@ class Members:
         if not self._store.has(key):
             return None
         try:
-            text = self._store.get(key, _STORE_S)
-            found: Decision = parse_json(Decision, text, workers=self._size)
+            found = parse_decision(self._store.get(key, _STORE_S), self._size)
         except MalformedMessage as error:
             raise PeerError(
                 f"rank {self._rank}: another worker has written a malformed decision: {error}; all "
