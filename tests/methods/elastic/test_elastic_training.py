@@ -387,7 +387,7 @@ wingbeat.shutdown()
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_model_is_distributed_after_another_was_released_or_dropped(tmp_path: Path) -> None:
-    script, store = tmp_path / "again.py", serve_store(0)
+    script, store = tmp_path / "again.py", StoreServer(0)
     script.write_text(AGAIN)
     env = os.environ | {"WINGBEAT_REPLICAS": "2", "WINGBEAT_TOP": "off", "OMP_NUM_THREADS": "1"}
     env["WINGBEAT_STORE"] = f"127.0.0.1:{store.port}"
@@ -404,6 +404,7 @@ def test_a_model_is_distributed_after_another_was_released_or_dropped(tmp_path: 
         for process in running:
             process.kill()
             process.wait()
+        store.close()
     for text in texts:
         *said, refused = text.splitlines()
         assert said == ["released", "dropped True"]
