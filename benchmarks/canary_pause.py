@@ -194,7 +194,7 @@ def work(home: Path, row: str, mb: float, ahead: int) -> None:
     watch.join()
     said = {
         "rounds": machine.applied,
-        "dropped": len(machine.dropped),
+        "dropped": machine.dropped,
         "pulled": machine.pulls,
         "keep": machine.bound.max_buffered,
         "waiting": watch.waiting,

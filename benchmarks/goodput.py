@@ -5,14 +5,16 @@ stands for the computation of a larger one. Faults occur at moments, of kinds an
 follow from the seed. Each strategy trains twice: without a fault, and with the schedule.
 
 Replicas of strategies that average, and of Canary, meet at `wingbeat store` on a host of its own,
-and a supervisor starts each again. Exact strategies are restarted as a whole, by a torchrun on
-each host, from a checkpoint. Rows ``torchft:ddp``, ``torchft:localsgd`` and ``torchft:diloco`` are
-torchft's, with its lighthouse in place of the store (pip install 'wingbeat[torchft]');
-``torchft:ddp-wrapper`` is its DistributedDataParallel in place of its Manager alone.
+which is started again with its journal, and a supervisor starts each again. Exact strategies are
+restarted as a whole, by a torchrun on each host, from a checkpoint; their store is torch's. Rows
+``torchft:ddp``, ``torchft:localsgd`` and ``torchft:diloco`` are torchft's, with its lighthouse in
+place of the store (pip install 'wingbeat[torchft]'); ``torchft:ddp-wrapper`` is its
+DistributedDataParallel in place of its Manager alone.
 
-Exit code 1 if a goal is missed: a goodput of 0.98 with averages, 0.95 under bounded staleness, and
-0.02 below what the checkpoint interval allows for exact strategies; all replicas have the same
-weights in the end, bit for bit; every replica is back; nothing is left. Root is needed for mounts.
+Exit code 1 if a goal is missed: a goodput of 0.98 with averages, 0.95 under bounded staleness,
+0.977 of exact strategies with min_replicas, and for others 0.02 below what the checkpoint interval
+allows; all replicas have the same weights in the end, bit for bit; every replica is back; nothing
+is left. Root is needed for mounts.
 """
 
 from __future__ import annotations
@@ -46,20 +48,23 @@ from wingbeat_lab.lab import kernel
 
 EXAMPLES = """examples:
   python benchmarks/goodput.py --json out/goodput.json          (9 rows, 10 hours)
-  python benchmarks/goodput.py --strategies diloco:every=30 torchft:diloco --minutes 10 --faults 20
+  python benchmarks/goodput.py --strategies diloco:every=10 torchft:diloco --minutes 10 --faults 20
   python benchmarks/goodput.py --strategies ripples --minutes 2 --replicas 4 --faults 5
   python benchmarks/goodput.py --strategies localsgd:every=8 --kinds kill stop cut
   python benchmarks/goodput.py --schedule                       (print it, and run nothing)
 """
 ROWS = [
-    "diloco:every=30", "localsgd:every=8", "ripples", "canary", "dear:plan=fixed", "allreduce",
+    "diloco:every=10,delay=5,quorum=12", "localsgd:every=8,overlap=true,quorum=12", "ripples",
+    "canary", "allreduce:min_replicas=8", "dear:plan=fixed",
     "torchft:diloco", "torchft:localsgd", "torchft:ddp",
 ]  # fmt: skip
-TORCHFT = {"diloco": 30, "localsgd": 8, "ddp": 1, "ddp-wrapper": 1}
+"""Averages do not wait for a stopped replica; torchft's interval is that of the row beside it."""
+TORCHFT = {"diloco": 10, "localsgd": 8, "ddp": 1, "ddp-wrapper": 1}
 """Rows of torchft, with their steps between two averages. ``ddp`` averages gradients by its
 `Manager`; ``ddp-wrapper`` by its `DistributedDataParallel`, which raises an AssertionError on all
 replicas if an all-reduce times out (0.2.0)."""
-GOALS = {"averaging": 0.98, "staleness": 0.95}
+GOALS = {"averaging": 0.98, "staleness": 0.95, "elastic": 0.977}
+"""Of exact training without a failed replica: what torchft's authors report of theirs."""
 MARGIN = 0.02
 """Allowed difference of an exact strategy's goodput to its bound."""
 
@@ -73,6 +78,8 @@ DISK_MIB = 128
 START_S, BACK_S, END_S = 300.0, 120.0, 60.0
 """Seconds for all replicas to train at first, to be back in the end, and to end."""
 LOOK_S = 0.1
+STORES = ("wingbeat.cli.main store", "--serve", "torchft_lighthouse")
+"""Words in the commands of the processes that no replica has."""
 AHEAD = 6
 """Steps, or averages of torchft, after which all end."""
 OF_TORCH = ("torchelastic_", "torchinductor_")
@@ -97,10 +104,10 @@ def main() -> int:
     add("--schedule", action="store_true", help="print the schedule and end")
     add("--json", type=Path, default=Path("out/goodput.json"), metavar="FILE",
         help="report; output of the replicas is in FILE.logs (out/goodput.json)")  # fmt: skip
-    for role in ("keep", "supervise", "work"):
+    for role in ("keep", "supervise", "serve", "work"):
         add(f"--{role}", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for role in ("keep", "supervise", "work"):
+    for role in ("keep", "supervise", "serve", "work"):
         if getattr(args, role):
             return hosts.run(getattr(args, role), role)
     return run_and_judge(args.json, lambda report: measure(args, report))
@@ -478,7 +485,7 @@ class Run:
         elif fault.kind == "generator":
             hit = send(signal.SIGKILL, generators(self._mark))
         else:
-            store = processes(self._mark, "wingbeat.cli.main store", "torchft_lighthouse")
+            store = processes(self._mark, *STORES)
             hit = send(signal.SIGKILL, [*store, *replica_of(place)])
         if not hit:
             self._tell(f"no process for {fault.kind} of replica {victim} was there")

@@ -44,12 +44,14 @@ HEARTBEAT_MS = 2000
 
 
 def run(home: Path, role: str) -> int:
-    """Run one of the roles: keep, supervise or work; return the exit code."""
+    """Run one of the roles: keep, supervise, serve or work; return the exit code."""
     settings = json.loads((home / "settings.json").read_text())
     if role == "keep":
         return keep(home, settings, int(os.environ["RANK"]))
     if role == "supervise":
         return supervise(home)
+    if role == "serve":
+        return serve()
     work(home, settings, int(os.environ[PLACE].rpartition("/")[2]))
     return 0
 
@@ -62,10 +64,13 @@ def words(home: Path, role: str) -> list[str]:
     return [sys.executable, str(Path(__file__).with_name("goodput.py")), f"--{role}", str(home)]
 
 
-def service(settings: dict[str, Any]) -> list[str]:
+def service(home: Path, settings: dict[str, Any]) -> list[str]:
     """The command of the process that no replica has."""
+    if settings["family"] == "exact":
+        return words(home, "serve")  # torchrun's agents need torch's store
     if settings["family"] != "torchft":
-        return [sys.executable, "-m", "wingbeat.cli.main", "store", "--port", str(PORT)]
+        store = [sys.executable, "-m", "wingbeat.cli.main", "store", "--port", str(PORT)]
+        return [*store, "--journal", str(home / "store.journal")]
     least = max(1, settings["replicas"] // 2)
     return [
         str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", f"[::]:{PORT}",
@@ -112,7 +117,7 @@ def environment(settings: dict[str, Any], host: int) -> dict[str, str]:
 def keep(home: Path, settings: dict[str, Any], host: int) -> int:
     """Keep a host's supervisor, or its service, running until the end."""
     serves, over = host == settings["replicas"], home / "over"
-    command = service(settings) if serves else supervisor(home, settings)
+    command = service(home, settings) if serves else supervisor(home, settings)
     env, mark = environment(settings, host), f"{settings['mark']}/{host}"
     while not over.exists():
         process = subprocess.Popen(command, env=env, start_new_session=True)
@@ -148,6 +153,16 @@ def supervise(home: Path) -> int:
             return 0
         print(f"supervisor: exit status {code}, starting again", flush=True)
         time.sleep(REST_S)
+
+
+def serve() -> int:
+    """Serve torch's store until SIGTERM."""
+    import torch.distributed as dist
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # sigwait() takes it
+    _store = dist.TCPStore("127.0.0.1", PORT, is_master=True, wait_for_workers=False)
+    signal.sigwait({signal.SIGTERM})
+    return 0
 
 
 def found(mark: str) -> list[tuple[int, str]]:

@@ -5,7 +5,7 @@
 Real processes in a lab train a network on the digits with `Ripples`. Repeatedly one of them other
 than rank 0 is killed (SIGKILL) at a moment that follows from the seed, and restarted after a while;
 the others continue. In the end rank 0 is killed permanently, and with it the group generator: the
-others continue by the static schedule.
+others follow the static schedule until one of them has started another one.
 
 Limits: each time the others continue, and none of them stalls for longer than the deadline that
 the generator gives the killed one, plus a second of detection. That is 8 times its usual step, and

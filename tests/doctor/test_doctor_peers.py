@@ -5,6 +5,7 @@ Two hosts are two addresses of loopback. The store and the connections are real 
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -308,6 +309,43 @@ def test_a_clock_that_is_ahead_is_measured(route: Any, monkeypatch: pytest.Monke
     found = peers.try_path(way, KEY, 5.0, 5.0)
     end()
     assert found.clock_s == pytest.approx(7.0, abs=max(0.01, found.round_trip_s))
+
+
+def test_strangers_that_hold_all_slots_make_the_check_fail_and_end_nothing(
+    route: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, way = route
+    monkeypatch.setattr(peers, "_MAX_SERVED", 1)
+    end = peers._serve(listener, 1, KEY)
+    with socket.create_connection(listener.getsockname()) as stranger:
+        assert stranger.recv(8) == b"wingbeat"
+        assert peers.try_path(way, KEY, 5.0, 5.0).reach.outcome == "handshake"
+    deadline = time.monotonic() + LONG
+    while (found := peers.try_path(way, KEY, 5.0, 5.0)).reach.outcome != "ok":
+        assert time.monotonic() < deadline, found
+    end()
+
+
+def test_a_lack_of_descriptors_does_not_end_the_service(route: Any) -> None:
+    listener, way = route
+
+    class Short:
+        """A listener whose process has no descriptor left at first."""
+
+        failures = 3
+
+        def accept(self) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return listener.accept()
+
+        def shutdown(self, how: int) -> None:
+            listener.shutdown(how)
+
+    end = peers._serve(Short(), 1, KEY)  # type: ignore[arg-type]
+    assert peers.try_path(way, KEY, 5.0, 5.0).reach.outcome == "ok"
+    end()
 
 
 def test_a_stranger_gets_no_answer_and_ends_no_connection(route: Any) -> None:

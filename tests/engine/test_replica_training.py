@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from helpers.code_blocks import blocks_of
 from helpers.pool import Pool
-from wingbeat.transport.replica_jobs import serve_store
+from wingbeat.transport.served_store import StoreServer
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "replica_training_script.py"
 PAGE = HERE.parent.parent / "docs/how-to/checkpoints.md"
 HERE_NAME = "tests/engine/test_replica_training.py"
 
-Stores: TypeAlias = tuple[list[dist.TCPStore], dist.TCPStore]
+Stores: TypeAlias = tuple[list[dist.TCPStore], StoreServer]
 """Those of two torch jobs, and the one of the whole job."""
 
 
@@ -39,8 +39,13 @@ def job() -> Iterator[Pool]:
 
 
 @pytest.fixture
-def stores() -> Stores:
-    return [serve_store(0) for _ in range(2)], serve_store(0)
+def stores() -> Iterator[Stores]:
+    served = StoreServer(0)
+    yield (
+        [dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False) for _ in "12"],
+        served,
+    )
+    served.close()
 
 
 def test_exact_strategies_between_torch_jobs_have_the_weights_of_one_process(

@@ -7,8 +7,10 @@ draws, `tools/fuzz_parsers.py` those that atheris finds by coverage.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from hypothesis import strategies as st
 from helpers import mutants, saved_states
 from helpers.headers import Type
 from helpers.hosts import facts_of
+from helpers.received import Received
 from helpers.reports import job, report
 from helpers.server_update_simulation import DESCRIPTION, SETTINGS
 from helpers.thresholds import play
@@ -36,9 +39,19 @@ from wingbeat.methods.bounded_staleness import messages
 from wingbeat.methods.bounded_staleness.colayers import ColayerDecision, parse_decision
 from wingbeat.methods.bounded_staleness.messages import ViewProposal
 from wingbeat.methods.bounded_staleness.replica import OptionsSchema
-from wingbeat.methods.model_averaging.client import StatusTable
+from wingbeat.methods.elastic.agreement import Decision as EpochDecision
+from wingbeat.methods.elastic.agreement import Report as EpochReport
+from wingbeat.methods.elastic.agreement import parse_decision as parse_epoch
+from wingbeat.methods.model_averaging import followers, generator, pair_machine
+from wingbeat.methods.model_averaging.static_client import StatusTable
+from wingbeat.methods.parameter_server import protocol as protocol_of_servers
 from wingbeat.methods.parameter_server.coding import Piece, copy_sum, pack_header, unpack_header
-from wingbeat.methods.parameter_server.protocol import Document, RequestError, unpack_numbers
+from wingbeat.methods.parameter_server.protocol import (
+    Document,
+    RequestError,
+    StepSettings,
+    unpack_numbers,
+)
 from wingbeat.methods.parameter_server.shard_optimizer import ShardOptimizer
 from wingbeat.observe import reporter, top, trace
 from wingbeat.observe.events import Event
@@ -51,7 +64,7 @@ from wingbeat.planning.merging import checked_plans
 from wingbeat.planning.probe import Gradient, LinkFit, Probe
 from wingbeat.planning.thresholds import ThresholdResult
 from wingbeat.prediction import cluster
-from wingbeat.schema import MalformedMessage, from_json, parse_json, to_json
+from wingbeat.schema import MalformedMessage, Messages, from_json, parse_json, to_json
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
 from wingbeat.transport import launchers, loopback, services
@@ -288,6 +301,33 @@ def watched(text: str) -> object:
     for line in text.split("\n"):
         watch.add_report(line, 1.0)
     return watch.job(2.0, 0.0)
+
+
+def epoch(text: str) -> object:
+    """The source and those that copy it are members."""
+    found = parse_epoch(text, 3)
+    return [found.tokens[rank] for rank in (found.source, *found.copies)]
+
+
+PROTOCOLS = {
+    "servers": protocol_of_servers.MESSAGES,
+    "the generator": generator.MESSAGES,
+    "pairs": pair_machine.MESSAGES,
+    "ranks of a replica": followers.MESSAGES,
+}
+
+
+def bytes_of(kind: int) -> bytes:
+    """A message of a kind, with small numbers."""
+    return struct.pack("<5I", kind, 1, 0, 1, 0) + struct.pack("<2I", 1, 0)
+
+
+def message_of(made: Messages, data: bytes) -> None:
+    """Parse a message: its kind, four words, and the payload."""
+    kind, *ids = struct.unpack("<5I", data[:20].ljust(20, b"\0"))
+    sizes = {"workers": 4, "chunks": 3}
+    with contextlib.suppress(MalformedMessage):
+        made.parse(Received(kind, tuple(ids), memoryview(data[20:])), **sizes)
 
 
 Refusals = (RequestError,)
@@ -556,6 +596,36 @@ TARGETS = [
         lambda t: parse_decision(t, 3),
         (json.dumps(ColayerDecision(4, VIEW, ((0, 2), (1,)), "", False)),),
         (MalformedMessage,),
+    ),
+    Target(
+        "decisions of an epoch",
+        TEXTS,
+        epoch,
+        (json.dumps(EpochDecision(((0, "a"), (2, "c")), 5, 2, (0,))),),
+        (MalformedMessage,),
+    ),
+    Target(
+        "reports of an epoch",
+        TEXTS,
+        lambda t: parse_json(EpochReport, t).progress,
+        (json.dumps(EpochReport("a", 4, 3, (0, 2))),),
+        (MalformedMessage,),
+    ),
+    Target(
+        "settings of a step",
+        TEXTS,
+        lambda t: unpack_numbers(parse_json(StepSettings, t).used),
+        ('{"digest": "a", "groups": [{"lr": 1}], "used": "3", "scaler": {}}',),
+        (MalformedMessage, RequestError),
+    ),
+    *(
+        Target(
+            f"messages of {name}",
+            RAW,
+            functools.partial(message_of, made),
+            tuple(map(bytes_of, made.records)),
+        )
+        for name, made in PROTOCOLS.items()
     ),
     Target(
         "identity of a job",

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from wingbeat.methods.model_averaging.client import ABANDONED, NO_INITIATOR, Arrival
 from wingbeat.methods.model_averaging.generator import Run
+from wingbeat.methods.model_averaging.static_client import ABANDONED, NO_INITIATOR, Arrival
 
 TIMEOUT_S = 30.0
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from wingbeat.methods.model_averaging.client import Client
 from wingbeat.methods.model_averaging.group_averager import GroupSession
 from wingbeat.transport.world import World
 
@@ -43,5 +44,6 @@ def again(world: World) -> World:
 def dies(session: GroupSession) -> None:
     """End as a process that is killed between two steps."""
     session.reducer.close()
-    assert session._mailbox is not None
-    session._mailbox.abandon()
+    assert isinstance(session.client, Client)
+    session.client.leave()
+    session.client.mailbox.abandon()

@@ -136,7 +136,7 @@ class SimulatedWorker:
         self.colayer += 1
         if self.colayer == self.bound.colayers or not sent:
             self.machine.end_iteration()
-            self.journal.dropped(self.machine.dropped)
+            self.journal.dropped(self.machine.last_dropped)
             self.waiting = True
             self.between()
         else:

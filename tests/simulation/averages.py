@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from simulation.world import Process, Wait, World
-from wingbeat.methods.model_averaging.client import ABANDONED, STATIC_CONNECTIONS, Arrival
 from wingbeat.methods.model_averaging.generator import Run
 from wingbeat.methods.model_averaging.group_all_reduce import CHECK_S, GRACE_S, GracePeriod
+from wingbeat.methods.model_averaging.static_client import ABANDONED, STATIC_CONNECTIONS, Arrival
 
 
 @dataclass
@@ -33,12 +33,12 @@ class Group:
 
 
 class Averages:
-    """All groups of a world, by column, connection and members."""
+    """All groups of a world, by column, generator, connection and members."""
 
     def __init__(self, world: World, timeout: float, is_cut: Callable[[int, int], float]) -> None:
         self.world, self.timeout, self.is_cut = world, timeout, is_cut
         self.chance = world.random("averages")
-        self.groups: dict[tuple[int, int, tuple[int, ...]], Group] = {}
+        self.groups: dict[tuple[int, int, int, tuple[int, ...]], Group] = {}
 
     def contribute(self, group: Group, me: int, value: tuple[float, bool]) -> int:
         number = group.made[me] = group.made.get(me, -1) + 1
@@ -89,7 +89,8 @@ class Column:
         value: the rank's part of the model.
         finished: whether it has made its last step, of which the others learn with its part.
         all_finished: whether the members of the last average had; None before the first.
-        applied: (connection, average) of each average that was applied.
+        generation: the incarnation of the generator, which counts groups and connections from 0.
+        applied: (generation, connection, average) of each average that was applied.
         groups: the numbers of their groups, which followers do not know.
     """
 
@@ -97,8 +98,9 @@ class Column:
         self._all, self._world = averages, averages.world
         self._process, self._column, self._me = process, column, worker
         self.value = 0.0
-        self.applied: list[tuple[int, int]] = []
-        self.groups: set[tuple[bool, int]] = set()
+        self.generation = 0
+        self.applied: list[tuple[int, int, int]] = []
+        self.groups: set[tuple[int, bool, int]] = set()
         self.finished = False
         self.all_finished: bool | None = None
         self._open: dict[int, Group] = {}
@@ -113,7 +115,7 @@ class Column:
 
     def attempt(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
         members = tuple(sorted(run.members))
-        key = self._column, connection, members
+        key = self._column, self.generation, connection, members
         group = self._all.groups.setdefault(key, Group(members))
         if group.closed:
             return self._lose(group, connection)
@@ -146,13 +148,18 @@ class Column:
         group, connection, number, value, mean, self.all_finished = self._result
         self._result = None
         assert self.value == value, "the model has changed while it was averaged"
-        assert (connection, number) not in self.applied, "an average is applied twice"
-        key = connection >= STATIC_CONNECTIONS, group
+        average = self.generation, connection, number
+        assert average not in self.applied, "an average is applied twice"
+        key = self.generation, connection >= STATIC_CONNECTIONS, group
         if not self._column:
             assert key not in self.groups, f"two averages of group {group} are applied"
         self.groups.add(key)
-        self.applied.append((connection, number))
+        self.applied.append(average)
         self.value = mean
+
+    def renew(self, generation: int) -> None:
+        self.close()
+        self.generation = generation
 
     def publish_cause(self, connection: int, member: int) -> None:
         if connection in self._open:

@@ -16,6 +16,8 @@ from wingbeat.methods.model_averaging import (
     followers,
     group_all_reduce,
     service,
+    static_client,
+    succession,
 )
 from wingbeat.methods.model_averaging.followers import Call, Channel, Follower, Leader
 from wingbeat.methods.model_averaging.rules import Rules, rules_of
@@ -25,6 +27,7 @@ from wingbeat.transport.failures import MAX_WAIT_FACTOR
 
 MODULES = [
     actor, client, failures, followers, group_all_reduce, membership, service, services,
+    static_client, succession,
 ]  # fmt: skip
 
 TIMEOUT_S = 20.0
@@ -103,7 +106,7 @@ class Groups:
             "open_mailbox": self.network.open_mailbox,
         }
         with virtual(self.world, MODULES, **others):
-            self.world.spawn(self.workers, self.generator, "generator")
+            self.start_generator(0)
             for worker in range(self.workers):
                 self.start(worker, 0)
             self.world.run(lambda: not self.pending, 3600.0)
@@ -111,15 +114,22 @@ class Groups:
 
     # -- processes ------------------------------------------------------------------------
 
-    def config(self) -> GeneratorConfig:
+    def config(self, incarnation: int = 0) -> GeneratorConfig:
         return GeneratorConfig(
             room=ROOM, host_of=self.hosts, interfaces=(), timeout=TIMEOUT_S, rules=self.rules,
-            seed=self.world.scenario.seed, hosted=True,
+            seed=self.world.scenario.seed, incarnation=incarnation,
         )  # fmt: skip
 
-    def generator(self) -> None:
+    def start_generator(self, incarnation: int) -> None:
+        """Start an incarnation of the generator, whose former one has ended."""
+        former = self.world.processes.get(self.workers)
+        if former is not None and former.alive:
+            self.world.end(former)
+        self.world.spawn(self.workers, lambda: self.generator(incarnation), "generator")
+
+    def generator(self, incarnation: int) -> None:
         try:
-            serve = self.config().connect(self.store.handle())
+            serve = self.config(incarnation).connect(self.store.handle())
             serve(lambda: True)
         except (RendezvousError, PeerError) as error:
             self.note("the generator", error)
@@ -202,7 +212,6 @@ class Trainer:
         self.column.value = 1000.0 * rank + worker
         self.step = self.syncs = self.calls = self.seen = 0
         self.leader: Leader | None = None
-        self.mailbox: Any = None
 
     def connect(self) -> None:
         groups, worker = self.groups, self.worker
@@ -230,8 +239,8 @@ class Trainer:
         if self.channel is not None:
             self.leader = Leader(self.channel, self.column)
         try:
-            self.mailbox, self.client = groups.config().client(
-                store, worker, self.incarnation > 0, self.is_running
+            self.client = groups.config().client(
+                store, worker, self.incarnation > 0, self.is_running, start=groups.start_generator
             )
         except BaseException as error:
             if self.channel is not None:
@@ -240,6 +249,7 @@ class Trainer:
             raise
         self.client.on_fetch = self.send_state
         self.client.copies_state = groups.copies
+        self.client.on_generation = (self.leader or self.column).renew
         if self.leader is not None:
             self.client.set_watch(self.leader.watch)
 
@@ -328,9 +338,9 @@ class Trainer:
     def leave(self) -> None:
         self.client.leave()
         self.column.close()
-        if self.mailbox is not None:
+        if self.rank == 0:
             try:
-                self.mailbox.close()
+                self.client.mailbox.close()
             except PeerError as error:
                 self.groups.note(f"worker {self.worker}", error)
         if self.channel is not None:

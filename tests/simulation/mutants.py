@@ -83,7 +83,7 @@ MUTANTS = [
     # Losses that others have found are not read.
     Mutant(
         "groups",
-        f"{_GROUPS}.client:StaticClient._refresh",
+        f"{_GROUPS}.static_client:StaticClient._refresh",
         "self._add_lost(self._table.lost())",
         "pass",
     ),

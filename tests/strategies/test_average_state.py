@@ -341,7 +341,11 @@ def test_changed_options_that_add_state_are_refused() -> None:
         (lambda: parts.Averaged(state="yes"), "state='yes'.*True and False"),
         (
             lambda: wingbeat.LocalSGD(compression="sketch@4", average_state=True),
-            "go through a codec",
+            "which codecs and a quorum need",
+        ),
+        (
+            lambda: wingbeat.LocalSGD(quorum=2, average_state=True),
+            r"LocalSGD\(quorum=2, average_state=True\).*without a quorum",
         ),
         (lambda: wingbeat.DiLoCo(average_state=True), "average_state"),
     ],

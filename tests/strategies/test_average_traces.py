@@ -103,7 +103,7 @@ def test_trace_has_each_departure_once_per_worker(recorded: list[Event]) -> None
         wingbeat.distribute(model, optimizer, wingbeat.Ripples(encrypted=False), world=world)
         train(model, optimizer, range(2))
         if world.rank == 2:
-            engine(model).update._averager.session._mailbox.abandon()
+            engine(model).update._averager.session.client.mailbox.abandon()
             return
         train(model, optimizer, range(2, 5))
         wingbeat.synchronize(model)

@@ -1,4 +1,4 @@
-"""DiLoCo with a quorum: what a late worker has done is merged later, once, with its weight."""
+"""Averages with a quorum: what a late worker has done is merged later, once, with its weight."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 import wingbeat
 from helpers.training import assert_same, batch, engine, net, on, weights
+from wingbeat import Strategy, parts
 
 WORKERS, EVERY, PATIENCE = 3, 2, 90.0
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -81,17 +82,26 @@ def until(true: Callable[[], bool], act: Callable[[], None] = lambda: time.sleep
         act()
 
 
-@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"outer_optimizer": NESTEROV}], ids=str)
-def test_a_late_worker_merges_all_its_steps_in_a_later_round(options: dict[str, Any]) -> None:
+ROUNDS: dict[str, Any] = {"every": EVERY, "quorum": 2, "grace": 0.1, "encrypted": False}
+
+LATE = {
+    "diloco": wingbeat.DiLoCo(weights="tokens", **ROUNDS),
+    "diloco, delay": wingbeat.DiLoCo(weights="tokens", delay=1, **ROUNDS),
+    "diloco, optimizer": wingbeat.DiLoCo(weights="tokens", outer_optimizer=NESTEROV, **ROUNDS),
+    "localsgd": wingbeat.LocalSGD(**ROUNDS),
+    "localsgd, overlap": wingbeat.LocalSGD(overlap=True, **ROUNDS),
+}
+
+
+@pytest.mark.parametrize("strategy", LATE.values(), ids=LATE)
+def test_a_late_worker_merges_all_its_steps_in_a_later_round(strategy: Strategy) -> None:
+    averages = strategy.update == parts.Outer(lr=1.0, momentum=0.0)
     journal = Journal()
     start: list[Tensor] = []
 
     def body(world: Any) -> tuple[dict[str, Tensor], list[Any]]:
         model = net().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        strategy = wingbeat.DiLoCo(
-            every=EVERY, quorum=2, grace=0.1, weights="tokens", encrypted=False, **options
-        )
         wingbeat.distribute(model, optimizer, strategy, world=world)
         update, steps = engine(model).update, iter(range(10**6))
         journal.record(world.rank, update)
@@ -102,9 +112,10 @@ def test_a_late_worker_merges_all_its_steps_in_a_later_round(options: dict[str, 
             number = next(steps)
             optimizer.zero_grad()
             model(batch(number, world.rank).double()).square().mean().backward()
-            tokens = 1 + (number + world.rank) % 5
-            journal.counted += tokens
-            wingbeat.count_tokens(model, tokens)
+            if not averages:
+                tokens = 1 + (number + world.rank) % 5
+                journal.counted += tokens
+                wingbeat.count_tokens(model, tokens)
             optimizer.step()
 
         until(lambda: journal.made(world.rank) >= 2, step)
@@ -117,24 +128,26 @@ def test_a_late_worker_merges_all_its_steps_in_a_later_round(options: dict[str, 
             journal.ending = True
         until(lambda: journal.ending, step)
         wingbeat.synchronize(model)
-        return weights(model), update.tensors()["unmerged"]
+        return weights(model), None if averages else update.tensors()["unmerged"]
 
     found = on(WORKERS, body, timeout=PATIENCE)
     rounds = journal.chain(start[0])
     shared = torch.nn.Parameter(start[0].clone())
-    outer = NESTEROV([shared])
+    outer = torch.optim.SGD([shared], lr=1.0) if averages else NESTEROV([shared])
     for of_round in rounds:
         members = set(of_round[0].members)
         # A quorum does not wait for those that synchronize.
         assert len(members) >= 2 or of_round[0].ending, "below the quorum"
         assert {each.rank for each in of_round} == members
-        total = sum(each.tokens for each in of_round)
-        shared.grad = sum((each.tokens / total * each.move for each in of_round), torch.zeros(()))
+        parts_of = [1 if averages else each.tokens for each in of_round]
+        moves = (part * each.move for part, each in zip(parts_of, of_round, strict=True))
+        shared.grad = sum(moves, torch.zeros(())) / sum(parts_of)
         outer.step()
         torch.testing.assert_close(shared.detach(), of_round[0].after, rtol=0, atol=1e-12)
     assert any(2 not in each[0].members for each in rounds), "rank 2 was not late"
-    merged = sum(each.tokens for of_round in rounds for each in of_round)
-    unmerged = sum(tokens for _, ((tokens, _),) in found)
-    assert merged + unmerged == journal.counted
+    if not averages:
+        merged = sum(each.tokens for of_round in rounds for each in of_round)
+        unmerged = sum(tokens for _, ((tokens, _),) in found)
+        assert merged + unmerged == journal.counted
     for each, _ in found:
         assert_same(each, found[0][0])

@@ -172,6 +172,17 @@ def test_first_failure_names_who_failed_by_itself_and_not_who_waited_for_it() ->
     assert Record(None).first_failure() is None
 
 
+def test_workers_that_come_and_go_leave_no_threads_behind() -> None:
+    record = Record(Switchboard())
+    for _ in range(20):
+        record.lost(1, "has left")
+        record.settled()
+        record.back(1)
+        record.settled()
+    assert len(record.lines) == 40
+    assert len(record._asking) <= 1
+
+
 def test_workers_of_a_column_are_named_by_their_ranks_in_the_job() -> None:
     store, lines = Switchboard(), list[str]()
 

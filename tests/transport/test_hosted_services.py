@@ -22,7 +22,7 @@ from wingbeat.transport.torch_store import Authenticator, ColumnStore, TorchStor
 
 KEY = "a key of a job, long enough"
 CONFIG = GeneratorConfig(
-    room="groups1", host_of=(0, 1), interfaces=("lo",), timeout=5.0, rules=Rules(), hosted=True
+    room="groups1", host_of=(0, 1), interfaces=("lo",), timeout=5.0, rules=Rules()
 )
 CONFIGS = {CONFIG.module: lambda text: parse_json(GeneratorConfig, text)}
 

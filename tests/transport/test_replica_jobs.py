@@ -19,6 +19,7 @@ from wingbeat.transport import rendezvous, replica_jobs
 from wingbeat.transport.failures import LivenessListener
 from wingbeat.transport.rendezvous import claim_rank
 from wingbeat.transport.replica_jobs import Claim, Former, ReplicaSettings, TorchJob, settings_of
+from wingbeat.transport.served_store import StoreServer
 from wingbeat.transport.torch_store import TorchStore
 
 ENV = {
@@ -155,16 +156,17 @@ def test_replica_rejoins_only_beside_a_running_process_that_is_connected(
 
 
 def test_port_in_use_is_refused_in_one_line() -> None:
-    served = replica_jobs.serve_store(0)
+    served = StoreServer(0)
     with pytest.raises(UsageError, match=f"--port {served.port}: another program uses this port"):
-        replica_jobs.serve_store(served.port)
+        StoreServer(served.port)
+    served.close()
 
 
 def test_missing_store_is_refused_with_the_command_to_start_it() -> None:
-    served = replica_jobs.serve_store(0)
+    served = StoreServer(0)
     here = ReplicaSettings(0, 2, "127.0.0.1", served.port)
     assert replica_jobs.reach_store(here, 0, 5.0).check(["nothing"]) is False
-    del served
+    served.close()
     words = rf"rank 1 did not reach the store at 127.0.0.1:{here.port} \(WINGBEAT_STORE\) after .*"
     with pytest.raises(RendezvousError, match=words + "`wingbeat store --port"):
         replica_jobs.reach_store(here, 1, 0.5)
@@ -183,7 +185,7 @@ def test_store_verb_serves_until_it_is_terminated() -> None:
         port = int(line.removeprefix("wingbeat store: serving at port "))
         store = replica_jobs.reach_store(ReplicaSettings(0, 2, "127.0.0.1", port), 0, 10.0)
         store.set("key", "value")
-        assert store.get("key") == b"value"
+        assert store.compare_set("key", "", "other") == b"value"
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
     finally:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from wingbeat.errors import RendezvousError, UsageError
-from wingbeat.methods.model_averaging.client import StatusTable
+from wingbeat.methods.model_averaging.static_client import StatusTable
 from wingbeat.schema import to_json
 from wingbeat.transport import torch_store
 from wingbeat.transport.failures import FailureAttribution, has_exited, has_finished, publish_exit

@@ -378,6 +378,18 @@ def test_rank_with_another_key_is_refused(caplog: pytest.LogCaptureFixture) -> N
     assert "do not have this job's key" in caplog.text
 
 
+def test_rank_that_connects_asks_the_store_rarely_whether_the_other_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(tcp._Ranks, "how_ended", lambda _, peer: asked.append(peer) or "")
+    with pytest.raises(RendezvousError):
+        ranks.links(2, keys=[b"a" * 16, b"b" * 16], timeout=1.5)
+    # Rank 1 tries 20 times per second, and rank 0 waits for it.
+    for peer in (0, 1):
+        assert 1 <= asked.count(peer) <= 1.5 / tcp._ENDED_CHECK_S + 1
+
+
 def bother(stranger: socket.socket, number: int) -> socket.socket:
     """Hold a connection, send garbage, or send a correct answer with a wrong tag."""
     if number % 3:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from wingbeat.collectives import Collectives
 from wingbeat.collectives.native import executors_of
 from wingbeat.errors import PeerError, RendezvousError
 from wingbeat.transport import loopback, rendezvous
+from wingbeat.transport import world as world_module
 from wingbeat.transport.failures import LivenessListener, publish_exit, publish_failure
+from wingbeat.transport.torch_store import TorchStore
 from wingbeat.transport.world import World
 
 
@@ -186,3 +189,15 @@ def test_value_in_a_store_that_has_ended_is_not_awaited(monkeypatch: pytest.Monk
         RendezvousError, match=r"rank 0: cannot read 'plan' of rank 1 in the store: .* reset by p"
     ):
         one.read("plan", 1)
+
+
+def test_long_wait_for_a_rank_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(world_module, "_LOG_S", 0.05)
+    store = TorchStore(dist.HashStore())
+    world = World(0, 2, (), (), 0.3, store)
+    with pytest.raises(RendezvousError, match=r"rank 1 published nothing for 'key' within 0\.3 s"):
+        world.exchange("key", 1)
+    assert len(caplog.records) == 1
+    assert "rank 0: has waited for 'key' of rank 1 for 0 s, and waits for up to 0 s" in caplog.text

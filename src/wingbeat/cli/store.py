@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,10 @@ HELP = """Serve the store of a job whose replicas are started and restarted one 
 \b
 Start it once, on a host that all others reach, and leave it running:
   wingbeat store --port 29400
+
+\b
+Under systemd or Kubernetes, which start it again after a failure, keep its content in a file:
+  wingbeat store --port 29400 --journal /var/lib/wingbeat/store.journal
 
 \b
 Start each replica by a torchrun of its own:
@@ -38,13 +43,17 @@ def register(app: typer.Typer) -> None:
 
 def store(
     port: Annotated[int, typer.Option(help="TCP port; 0: any free one.")] = 29400,
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="File of its content, which it restores when it is started again."),
+    ] = None,
 ) -> None:
     """Serve a store until SIGINT or SIGTERM."""
     from wingbeat.methods.model_averaging.service import GeneratorConfig
     from wingbeat.observe.log import log_to_stderr
     from wingbeat.schema import parse_json
     from wingbeat.transport.hosted_services import ServiceHost
-    from wingbeat.transport.replica_jobs import serve_store
+    from wingbeat.transport.served_store import RemoteStore, StoreServer
     from wingbeat.transport.torch_store import job_key
 
     def generator(text: str) -> GeneratorConfig:
@@ -57,9 +66,12 @@ def store(
     key, ending = job_key(os.environ), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ending.set())
-    served = serve_store(port)
-    host = ServiceHost(served.clone(), key, {GeneratorConfig.module: generator})
+    served = StoreServer(port, journal)
+    own = RemoteStore("127.0.0.1", served.port, 10.0)
+    host = ServiceHost(own, key, {GeneratorConfig.module: generator})
     print(f"wingbeat store: serving at port {served.port}", flush=True)
     while not ending.wait(_POLL_S):
         host.poll()
     host.close()
+    own.close()
+    served.close()

@@ -7,6 +7,7 @@ continue returns its own findings. Connections are authenticated as those of a j
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
@@ -588,8 +589,11 @@ def _serve(listener: socket.socket, rank: int, key: bytes) -> Callable[[], None]
         while True:
             try:
                 connection = listener.accept()[0]
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
+                    return  # closed
+                time.sleep(_POLL_S)  # until another connection ends
+                continue
             if slots.acquire(blocking=False):
                 name = "wingbeat-doctor"
                 threading.Thread(target=answer, args=(connection,), name=name, daemon=True).start()

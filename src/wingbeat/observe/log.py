@@ -39,6 +39,8 @@ EVENTS = {
     "excluded": logging.WARNING,
     "path-cut": logging.WARNING,
     "path-restored": logging.WARNING,
+    "generator-lost": logging.WARNING,
+    "generator-started": logging.WARNING,
     "terminated": logging.INFO,
     "strategy-changed": logging.INFO,
 }

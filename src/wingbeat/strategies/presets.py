@@ -778,13 +778,15 @@ def ADPSGD(
     )
 
 
-@preset()
+@preset(readers={"quorum": count_of})
 def LocalSGD(
     *,
     every: int = 8,
     overlap: bool = False,
     compression: Compression = "fp32",
     average_state: bool = False,
+    quorum: int | None = None,
+    grace: float = GRACE_S,
     encrypted: bool = True,
 ) -> Strategy:
     """Local steps; all models are averaged periodically.
@@ -801,6 +803,11 @@ def LocalSGD(
             change.
         average_state: average the optimizer's state per element (momentum, the two moments of Adam)
             together with the parameters; otherwise each worker keeps its own.
+        quorum: workers, or replicas, with which an average is made: once as many have ended their
+            steps, it waits ``grace`` seconds for the others, and leaves out those that are late.
+            They copy the shared model later, keep their steps and merge them in the next average.
+            None: it waits for all that are alive.
+        grace: those seconds.
         encrypted: encrypt messages to and from the generator, which tracks the membership.
             Parameters use the connections of collectives (``encrypted`` of `wingbeat.init`).
 
@@ -809,19 +816,20 @@ def LocalSGD(
     """
     check_flags(overlap=overlap, average_state=average_state)
     update: parts.UpdatePart = parts.Averaged(state=average_state)
-    if str(compression) not in DTYPES:
+    coded = str(compression) not in DTYPES
+    if coded or quorum is not None:
         if average_state:
             raise _refusal(
-                "differences of parameters go through a codec, and the optimizer's state does not; "
-                'allowed: compression="fp32", or average_state=False',
-                compression=compression,
+                "an average of changes, which codecs and a quorum need, leaves the optimizer's "
+                'state out; allowed: average_state=False, or compression="fp32" without a quorum',
+                **({"compression": compression} if coded else {"quorum": quorum}),
                 average_state=True,
             )
         update = parts.Outer(lr=1.0, momentum=0.0)
     return Strategy(
         plan=parts.OneBucket(),
         compression=compression,
-        exchange=parts.Groups(policy="all", encrypted=encrypted),
+        exchange=parts.Groups(policy="all", quorum=quorum, grace=grace, encrypted=encrypted),
         schedule=parts.Local(every=every, delay=int(overlap)),
         update=update,
     )

@@ -398,8 +398,7 @@ class Departures:
         if is_failing():
             return
         for thread in self._asking:
-            if thread.ident is not None:
-                thread.join(_STORE_S)
+            thread.join(_STORE_S)
         if self.gone:
             gone = sorted(self.gone.items())
             how = ", ".join(f"rank {self._rank(worker)} {reason}" for worker, reason in gone)
@@ -411,9 +410,9 @@ class Departures:
             work(*args)
             return
         thread = threading.Thread(target=work, args=args, name="wingbeat-departures", daemon=True)
-        self._asking.append(thread)
         with contextlib.suppress(RuntimeError):  # the interpreter is exiting
             thread.start()
+        self._asking = [each for each in (*self._asking, thread) if each.is_alive()]
 
     def _log_lost(self, worker: int, how: str) -> None:
         """Read how a worker exited, and log it."""

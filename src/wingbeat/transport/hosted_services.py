@@ -13,14 +13,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Annotated, NamedTuple
 
-import torch.distributed as dist
-
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage, Text, parse_json, printable
 from wingbeat.transport.services import ProcessService, Service, ServiceConfig
 from wingbeat.transport.text import first_line
-from wingbeat.transport.torch_store import Authenticator, TorchStore, job_key
+from wingbeat.transport.torch_store import Authenticator, RawStore, TorchStore, job_key, part_of
 
 MAX_SERVICES = 64
 """Maximum services that run at the same time; further requests are refused."""
@@ -68,7 +66,7 @@ class HostedService:
         """Do nothing: others use it."""
 
 
-def request_service(root: dist.Store, config: ServiceConfig, store: TorchStore) -> HostedService:
+def request_service(root: RawStore, config: ServiceConfig, store: TorchStore) -> HostedService:
     """Have the process that serves the store ``root`` start a service; wait until it has.
 
     ``store`` is the part that it works with. A `RendezvousError` if it was not started.
@@ -108,7 +106,7 @@ class ServiceHost:
 
     def __init__(
         self,
-        root: dist.Store,
+        root: RawStore,
         key: bytes | None,
         configs: Configs,
         start: Callable[[ServiceConfig, TorchStore], Service] = ProcessService,
@@ -127,6 +125,8 @@ class ServiceHost:
         while (text := self._read()) is not None:
             number, answer = self._next, _STARTED
             self._next += 1
+            if self._requests.has(_answer(number)):
+                continue  # of a former process, whose journal this store has restored
             try:
                 self._serve(parse_json(ServiceRequest, text, "a request"))
             except (MalformedMessage, UsageError, OSError, RuntimeError) as error:
@@ -153,13 +153,13 @@ class ServiceHost:
         if len(self.running) >= MAX_SERVICES:
             raise UsageError(f"{MAX_SERVICES} services run already")
         config = parse(request.config)
-        store = dist.PrefixStore(request.path, self._root)
+        store = part_of(self._root, request.path)
         auth = None if self._key is None else Authenticator(self._key, request.context)
         self.running.append(self._start(config, TorchStore(store, auth)))
         log.info("%s was started", config.me)
 
 
-def _requests(root: dist.Store, key: bytes | None) -> TorchStore:
+def _requests(root: RawStore, key: bytes | None) -> TorchStore:
     return TorchStore(root, None if key is None else Authenticator(key, _CONTEXT))
 
 

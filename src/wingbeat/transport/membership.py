@@ -282,13 +282,16 @@ class MembershipClient:
                 return
             self._write(merge_views(self.log.view, proposal))
 
-    def end(self, worker: int, *, left: bool = False) -> None:
+    def end(self, worker: int, *, left: bool = False, incarnation: int | None = None) -> None:
         """Log the end of a worker's incarnation, unless it or this worker has ended before.
 
-        ``left`` is whether it has shut down gracefully. Raises the errors of the store.
+        ``left`` is whether it has shut down gracefully. ``incarnation``: not of a later one; None:
+        of the current one. Raises the errors of the store.
         """
         self._apply(self._read(self.log))
         while self.log.view[worker] % 2 == self.log.view[self._rank] % 2 == 0:
+            if incarnation is not None and self.log.view[worker] > 2 * incarnation:
+                return
             self._write(without_worker(self.log.view, worker), left=left)
 
     def _write(self, view: View, *, left: bool = False) -> None:
@@ -300,7 +303,7 @@ class MembershipClient:
         return self._claim(f"{self._path}/{self.log.length}", entry)
 
     def _claim(self, key: str, value: str) -> str:
-        assert isinstance(self._store, AtomicStore), "all but a service's can claim keys"
+        assert isinstance(self._store, AtomicStore), "stores of a job have claims"
         return self._store.claim(key, value)
 
     def _read(self, entries: MembershipLog) -> list[MembershipChange]:

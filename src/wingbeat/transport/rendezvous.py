@@ -61,6 +61,7 @@ from wingbeat.transport.replica_jobs import (
     ReplicaSettings,
     TorchJob,
 )
+from wingbeat.transport.served_store import RemoteStore
 from wingbeat.transport.services import Service, ServiceConfig
 from wingbeat.transport.store import AtomicStore
 from wingbeat.transport.text import first_line, parse_number
@@ -69,8 +70,12 @@ from wingbeat.transport.torch_store import (
     TAG_PREFIX,
     Authenticator,
     ColumnStore,
+    RawStore,
+    StoreWatch,
     TorchStore,
+    WatchedStore,
     job_key,
+    server_of,
 )
 from wingbeat.transport.world import World
 from wingbeat.types import Layout
@@ -320,7 +325,7 @@ def _init_torch_job(
     _start_logging(rank)
     place = _next_place(store, rank, size, timeout, key)
     store = dist.PrefixStore(f"wingbeat/{place}", store)
-    own = _own_connection(store, size)
+    own, watch = _watched_connection(store, rank, size)
     first = TorchStore(own, None if key is None else Authenticator(key, place))
     world = World(rank, size, (), (), timeout, first, encrypted=encrypted, dscp=dscp)
     if cuda == "tcp":
@@ -343,6 +348,10 @@ def _init_torch_job(
             _give_up(world, incarnation, error)
             raise
         world.on_closed(incarnation.close)  # another process may then claim its rank
+        if watch is not None:
+            # Rank 0 may end the store once all have published that they leave.
+            world.on_close(watch.quiet)
+            world.on_closed(watch.close)
     elif not dist.is_initialized():
         _init_default_group(world, store=dist.HashStore(), rank=0, world_size=1)
     return world
@@ -384,6 +393,7 @@ def _init_replica(
     key: bytes | None,
 ) -> World:
     """Return the world of the ranks of all replicas, one of which is this torch job."""
+    replica_jobs.end_with_launcher(os.environ)
     torch_rank, torch_size, torch_store = _rendezvous(timeout)
     place = _next_place(torch_store, torch_rank, torch_size, timeout, key)
     torch_store = dist.PrefixStore(f"wingbeat/{place}", torch_store)
@@ -405,7 +415,7 @@ def _init_replica(
     name = os.environ.get(launchers.JOB, "")
     prefix = f"wingbeat/replicas/{name}/{place.rpartition('/')[2]}"
     root = replica_jobs.reach_store(settings, rank, timeout)
-    shared = dist.PrefixStore(prefix, root)
+    shared = root.under(prefix)
     store = TorchStore(shared, None if key is None else Authenticator(key, prefix), prefix)
     replica_jobs.check_counts(store, settings, torch_size)
     job = check_job(store, rank, size, name, timeout, settings.where, replicas=True)
@@ -435,7 +445,7 @@ def _init_replica(
     return world
 
 
-def _host_service(root: dist.Store, config: ServiceConfig, store: AtomicStore) -> Service:
+def _host_service(root: RemoteStore, config: ServiceConfig, store: AtomicStore) -> Service:
     own = store.own if isinstance(store, ColumnStore) else store
     assert isinstance(own, TorchStore)
     return request_service(root, config, own)
@@ -643,6 +653,31 @@ def _own_connection(store: dist.Store, size: int) -> dist.Store:
     return store.clone() if size > 1 else store
 
 
+def _watched_connection(
+    store: dist.Store, rank: int, size: int
+) -> tuple[RawStore, StoreWatch | None]:
+    """Return a store that no wait of torch locks, and what detects the end of its server."""
+    own, server = _own_connection(store, size), server_of(store)
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if size == 1 or server is None or (rank == 0 and not by_launcher):
+        return own, None
+    host, port = server
+    server_name = "the launcher of rank 0" if by_launcher else "rank 0"
+    try:
+        watch = StoreWatch(
+            host,
+            port,
+            f"rank {rank}: {server_name}, which serves the rendezvous store at {host}:{port}, has "
+            "ended",
+            "Ripples, LocalSGD and DiLoCo continue, but no worker can rejoin and "
+            "wingbeat.synchronize() fails; other strategies end; so that any rank may be "
+            "restarted, start `wingbeat store` and each rank as a replica (WINGBEAT_REPLICA)",
+        )
+    except OSError:
+        return own, None  # torch has reached it: later requests report what fails
+    return WatchedStore(own, watch), watch
+
+
 def _store_address() -> str:
     if "MASTER_PORT" not in os.environ:
         return "the address of torch.distributed's default group"
@@ -768,7 +803,7 @@ def _join(
         world.on_closed(link.close)
 
 
-def _forget_exit(world: World, store: dist.Store) -> None:
+def _forget_exit(world: World, store: dist.Store | RemoteStore) -> None:
     """Delete how the former process of this rank has left: the rank has rejoined."""
     if world.returned:
         with contextlib.suppress(RuntimeError):  # an append-only store

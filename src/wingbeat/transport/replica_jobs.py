@@ -2,26 +2,27 @@
 
 Each replica is started by a launcher of its own, usually torchrun, and can be restarted alone. The
 wingbeat job has the ranks of all replicas, one replica after the other. They meet at a store that
-no replica serves (`serve_store`), so that it outlives each of them.
+no replica serves (`served_store`), so that it outlives each of them.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import json
 import re
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
-import torch.distributed as dist
-
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.schema import MalformedMessage, Range, parse_json, printable
 from wingbeat.transport.failures import is_alive
+from wingbeat.transport.served_store import RemoteStore
 from wingbeat.transport.store import read_value
 from wingbeat.transport.text import first_line
-from wingbeat.transport.torch_store import TorchStore, tcp_store
+from wingbeat.transport.torch_store import TorchStore
 
 NUMBER, COUNT, STORE = "WINGBEAT_REPLICA", "WINGBEAT_REPLICAS", "WINGBEAT_STORE"
 """Variables of a replica that is a torch job of its own; all of them or none are set."""
@@ -116,31 +117,16 @@ def refuse_unequal(answers: Sequence[Sequence[object]]) -> None:
 # -- the store ----------------------------------------------------------------------------
 
 
-def reach_store(settings: ReplicaSettings, rank: int, seconds: float) -> dist.Store:
+def reach_store(settings: ReplicaSettings, rank: int, seconds: float) -> RemoteStore:
     """Return a connection to the store; a `RendezvousError` if it is not reached in ``seconds``."""
     begin = time.monotonic()
     try:
-        return tcp_store(settings.host, settings.port, seconds)
-    except (RuntimeError, ValueError) as error:
+        return RemoteStore(settings.host, settings.port, seconds)
+    except RendezvousError as error:
         raise RendezvousError(
             f"rank {rank} did not reach the store at {settings.where} after "
             f"{time.monotonic() - begin:.1f} s: {first_line(error)}; start it there with `wingbeat "
             f"store --port {settings.port}`, and check that no firewall blocks the port"
-        ) from None
-
-
-def serve_store(port: int) -> dist.TCPStore:
-    """Serve a store of torch on all interfaces while the result exists.
-
-    Port 0 is any free one. A `UsageError` if the port is in use.
-    """
-    try:
-        return dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error):
-            raise UsageError(f"--port {port}: {first_line(error)}") from None
-        raise UsageError(
-            f"--port {port}: another program uses this port: pass another one, also in {STORE}"
         ) from None
 
 
@@ -177,6 +163,20 @@ def check_counts(store: TorchStore, settings: ReplicaSettings, ranks: int) -> No
             f"at {where} has replicas of {found.ranks}: start all with the same numbers of hosts "
             "and of processes per host, and set WINGBEAT_JOB_ID for another job"
         )
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher(env: Mapping[str, str]) -> None:
+    """Let the kernel end this process when its torchrun is killed.
+
+    Otherwise it would train on, and the processes of the torchrun that is started next would be
+    refused, as their ranks are taken.
+    """
+    libc = ctypes.CDLL(None)
+    if "TORCHELASTIC_RUN_ID" in env and hasattr(libc, "prctl"):  # Linux
+        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
 # -- agreement inside a replica -----------------------------------------------------------

@@ -22,7 +22,7 @@ from wingbeat.errors import RendezvousError, WingbeatError
 from wingbeat.observe.log import log_to_stderr
 from wingbeat.transport import descriptors
 from wingbeat.transport.failures import TERMINATED
-from wingbeat.transport.store import Store
+from wingbeat.transport.store import AtomicStore, Store
 from wingbeat.transport.text import first_line
 
 _log = logging.getLogger(__name__)
@@ -57,10 +57,11 @@ _POLL_S = 0.02
 
 
 class PipeStore:
-    """`Store` of a service, over a pipe for requests and one for answers. Not thread-safe."""
+    """`AtomicStore` of a service, over a pipe for requests and one for answers. Thread-safe."""
 
     def __init__(self, requests: IO[str], answers: IO[str]) -> None:
         self._requests, self._answers = requests, answers
+        self._lock = threading.Lock()
 
     def set(self, key: str, value: str) -> None:
         """Publish ``value`` under ``key``."""
@@ -79,15 +80,23 @@ class PipeStore:
         """Whether ``key`` is published. Does not wait."""
         return self._request({"read": key}) is not None
 
+    def claim(self, key: str, value: str) -> str:
+        """Publish ``value`` unless the key exists; return the published value."""
+        found = self._request({"claim": key, "value": value})
+        if found is None:
+            raise TimeoutError(f"{key}: the store does not answer")
+        return str(found)
+
     def ready(self) -> None:
         """Notify the worker that no further request follows."""
         self._request({"ready": True})
 
     def _request(self, request: dict[str, Any]) -> Any:
         try:
-            self._requests.write(json.dumps(request) + "\n")
-            self._requests.flush()
-            return json.loads(self._answers.readline())
+            with self._lock:
+                self._requests.write(json.dumps(request) + "\n")
+                self._requests.flush()
+                return json.loads(self._answers.readline())
         except (OSError, ValueError):  # the worker has exited, or its answer was cut off
             raise TimeoutError("the worker that started this service has exited") from None
 
@@ -97,6 +106,13 @@ def _read(key: str, store: Store) -> str | None:
         return store.get(key, 1.0) if store.has(key) else None
     except TimeoutError:  # rejected or deleted: treated as missing
         return None
+
+
+def _claim(key: str, value: str, store: Store) -> str | None:
+    assert isinstance(store, AtomicStore), "a worker's store has claims"
+    with contextlib.suppress(TimeoutError):
+        return store.claim(key, value)
+    return None
 
 
 def answer_request(line: str, store: Store) -> tuple[str, bool]:
@@ -111,6 +127,8 @@ def answer_request(line: str, store: Store) -> tuple[str, bool]:
             return "true", False
         case {"read": str(key)}:
             return json.dumps(_read(key, store)), False
+        case {"claim": str(key), "value": str(value)}:
+            return json.dumps(_claim(key, value, store)), False
         case {"ready": True}:
             return "true", True
     raise ValueError(f"not a request: {line[:80]!r}")

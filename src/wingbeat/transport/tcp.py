@@ -578,6 +578,7 @@ class _Port(threading.Thread):
     def dial(self, peer: int, deadline: float) -> None:
         """Connect to a rank from the interface's address, unless it connects to this one first."""
         begin, own, again = time.monotonic(), self.interface, peer in self._dialing
+        checked = begin
         identity = IDENTITY.pack(self._rank, peer, self._index, 0, self._ranks.incarnation)
         locally = True
         while True:
@@ -603,8 +604,11 @@ class _Port(threading.Thread):
                     return
                 gone = again and isinstance(error, ConnectionRefusedError)
                 temporary = isinstance(error, TimeoutError | ConnectionError) and not gone
-                how = "" if again else self._ranks.how_ended(peer)
-                if how or time.monotonic() >= deadline or not temporary:
+                how, now = "", time.monotonic()
+                due = not temporary or now >= min(checked + _ENDED_CHECK_S, deadline)
+                if due and not again:
+                    checked, how = now, self._ranks.how_ended(peer)
+                if how or now >= deadline or not temporary:
                     me, other = (self._ranks.members[each] for each in (self._rank, peer))
                     raise RendezvousError(
                         f"rank {me} at {own.address} on interface {own.name} did not reach "

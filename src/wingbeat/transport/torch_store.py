@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import hmac
 import json
 import math
+import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
+from typing import TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from wingbeat.errors import UsageError
 from wingbeat.observe.log import log
+from wingbeat.transport.served_store import MAX_VALUE_BYTES, RemoteStore, StoreUnavailable
 from wingbeat.transport.store import Store
 from wingbeat.transport.text import first_line
 
@@ -87,17 +95,154 @@ def job_key(env: Mapping[str, str]) -> bytes | None:
     return key.encode("utf-8", "surrogateescape")
 
 
+_T = TypeVar("_T")
+
+_WATCH_S = 5.0
+"""Seconds for the connection of a `StoreWatch`."""
+
 _MISSING = "?"
 """The value of a missing key."""
 
 _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.1
 """Minimum and maximum seconds between two reads of the store."""
 
-MAX_VALUE_BYTES = 16 << 20
-"""Maximum bytes of a value. The largest values are lists of a model's tensors."""
-
 _REPLACE_ATTEMPTS = 16
 """Attempts to replace a rejected value while another process keeps writing it."""
+
+
+class StoreWatch:
+    """Detects the end of the server of torch's store, by an idle connection to it.
+
+    torch's own connections show it in a request only, which logs a C++ stack trace.
+
+    Args:
+        host: name or address of the server.
+        port: its TCP port.
+        text: the error of requests after it has ended, which is also logged once.
+        advice: what is logged after it.
+    """
+
+    def __init__(self, host: str, port: int, text: str, advice: str) -> None:
+        self.text, self._advice, self._quiet = text, advice, False
+        self._socket = socket.create_connection((host, port), _WATCH_S)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        threading.Thread(target=self._wait, name="wingbeat-store", daemon=True).start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server has ended. Does not wait."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def quiet(self) -> None:
+        """Log nothing any more: this worker leaves."""
+        self._quiet = True
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._quiet = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _wait(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.recv(1, socket.MSG_PEEK)
+        if not self._quiet:
+            log.warning("%s; %s", self.text, self._advice)
+
+
+class _WithoutTraces:
+    """A context in which torch's C++ code logs errors only, no warnings. Thread-safe.
+
+    A request that is under way when the server ends would log a stack trace. There is no function
+    for the level, which `TORCH_CPP_LOG_LEVEL` sets at the start.
+    """
+
+    _ERROR = 2
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._level = threading.Lock(), 0, None
+        library = Path(torch.__file__).parent / "lib" / "libc10.so"
+        with contextlib.suppress(OSError, ValueError):  # another build of torch
+            self._level = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+        self._usual = 0 if self._level is None else self._level.value
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._level is not None:
+                self._level.value = max(self._usual, self._ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._level is not None and not self._users:
+                self._level.value = self._usual
+
+
+_without_traces = _WithoutTraces()
+
+
+class WatchedStore:
+    """torch's store, whose requests fail with `StoreUnavailable` at once after its server's end."""
+
+    def __init__(self, store: dist.Store, watch: StoreWatch) -> None:
+        self.inner, self._watch = store, watch
+
+    def under(self, prefix: str) -> WatchedStore:
+        """Return the part of this store whose keys begin with ``prefix``."""
+        return WatchedStore(dist.PrefixStore(prefix, self.inner), self._watch)
+
+    def set(self, key: str, value: str) -> None:
+        """As of torch's stores."""
+        self._call(lambda: self.inner.set(key, value))
+
+    def compare_set(self, key: str, expected: str | bytes, value: str) -> bytes:
+        """As of torch's stores."""
+        return self._call(lambda: bytes(self.inner.compare_set(key, expected, value)))
+
+    def check(self, keys: list[str]) -> bool:
+        """As of torch's stores."""
+        return self._call(lambda: bool(self.inner.check(keys)))
+
+    def delete_key(self, key: str) -> bool:
+        """As of torch's stores."""
+        return self._call(lambda: bool(self.inner.delete_key(key)))
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        if self._watch.ended:
+            raise StoreUnavailable(self._watch.text)
+        try:
+            with _without_traces:
+                return call()
+        except RuntimeError:
+            if self._watch.ended:
+                raise StoreUnavailable(self._watch.text) from None
+            raise
+
+
+RawStore: TypeAlias = "dist.Store | RemoteStore | WatchedStore"
+"""Stores below a `TorchStore`."""
+
+
+def part_of(store: RawStore, prefix: str) -> RawStore:
+    """Return the part of a store whose keys begin with ``prefix``."""
+    if isinstance(store, dist.Store):
+        return dist.PrefixStore(prefix, store)
+    return store.under(prefix)
+
+
+def server_of(store: dist.Store) -> tuple[str, int] | None:
+    """Return host and port of the server of torch's store; None if it is of another kind."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
 class RejectedValue(TimeoutError):
@@ -113,7 +258,7 @@ class TorchStore:
     """
 
     def __init__(
-        self, store: dist.Store, authenticator: Authenticator | None = None, path: str = ""
+        self, store: RawStore, authenticator: Authenticator | None = None, path: str = ""
     ) -> None:
         self._store, self.authenticator, self.path = store, authenticator, path
         self._warned: set[str] = set()
@@ -122,7 +267,7 @@ class TorchStore:
         """Return the part of this store whose keys begin with ``prefix``."""
         auth = self.authenticator
         return TorchStore(
-            dist.PrefixStore(prefix, self._store),
+            part_of(self._store, prefix),
             auth and auth.within(prefix),
             f"{self.path}/{prefix}",
         )
@@ -146,7 +291,8 @@ class TorchStore:
                 if now >= deadline:
                     raise TimeoutError(f"{key}: not there after {seconds:g} s")
             except RuntimeError as err:
-                raise TimeoutError(f"{key}: {first_line(err)}") from None
+                if not isinstance(err, StoreUnavailable) or now >= deadline:
+                    raise TimeoutError(f"{key}: {first_line(err)}") from None
             except RejectedValue:
                 deadline = min(deadline, now + rejected_s)
                 if self.authenticator is None or now >= deadline:
@@ -265,12 +411,14 @@ class ColumnStore:
 def is_append_only(store: Store) -> bool:
     """Whether deleted or replaced values remain in the store, as in torch's ``FileStore``."""
     inner = store._store if isinstance(store, TorchStore) else None
+    if isinstance(inner, WatchedStore):
+        inner = inner.inner
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
     return isinstance(inner, dist.FileStore)
 
 
-def read_key(store: dist.Store, key: str) -> bytes | None:
+def read_key(store: RawStore, key: str) -> bytes | None:
     """Return a value without waiting, or None; a `RuntimeError` if the store is unavailable."""
     # One operation: another process may delete the key between a check and a read.
     value: bytes = store.compare_set(key, _MISSING, _MISSING)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage, Range, Sizes, parse_json
 from wingbeat.transport.failures import (
     MAX_WAIT_FACTOR,
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from wingbeat.transport.nccl import NcclGroup
     from wingbeat.transport.replica_jobs import TorchJob
     from wingbeat.transport.services import Service, ServiceConfig
+
+_LOG_S = 15.0
+"""Seconds of a wait for another rank's value before it is logged."""
 
 MAX_OPEN_GROUPS = 64
 """Maximum open groups of a process."""
@@ -385,7 +389,7 @@ class World:
         """
         mine, theirs = self.ranks[self.rank], self.ranks[peer]
         wait, progress_s = WaitLog(f"rank {mine}", f"the value of {what!r}"), self.timeout
-        slice_s = min(_LIVENESS_CHECK_S, self.timeout)
+        slice_s, logged = min(_LIVENESS_CHECK_S, self.timeout), False
         try:
             while True:
                 begin = time.monotonic()
@@ -400,6 +404,9 @@ class World:
                         ) from None
                 if process_has_ended(self.store, theirs):
                     return self._last_value(key, what, theirs)
+                if not logged and wait.seconds() >= _LOG_S:
+                    self._log_long_wait(what, theirs, wait.seconds())
+                    logged = True
                 if wait.seconds() < progress_s:
                     continue
                 progress_s += self.timeout
@@ -431,6 +438,14 @@ class World:
         raise RendezvousError(
             f"rank {mine}: the process of rank {theirs} has ended, and published nothing for "
             f"{what!r}: it was killed, or called os._exit(); read its output"
+        )
+
+    def _log_long_wait(self, what: str, theirs: int, seconds: float) -> None:
+        log.warning(
+            "rank %d: has waited for %r of rank %d for %d s, and waits for up to %d s: that rank "
+            "has not come so far, or this process was started again alone, and the others have the "
+            "store of the former one; such a restart needs `wingbeat store`",
+            *(self.ranks[self.rank], what, theirs, round(seconds), round(self.timeout)),
         )
 
     @property

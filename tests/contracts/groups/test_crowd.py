@@ -52,7 +52,7 @@ def test_random_groups_of_threads(number: int) -> None:
 def over_tcp(number: int) -> tuple[Held, Held, int, float]:
     """What a process of the pool does: what it held, new keys in the store, seconds."""
     world = wingbeat.init(timeout=60)
-    store = world.store._store  # type: ignore[attr-defined]
+    store = world.store._store.inner  # type: ignore[attr-defined]
     begin, keys = time.monotonic(), store.num_keys()
     try:
         before, after = crowd(world, number)

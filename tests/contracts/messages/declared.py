@@ -7,7 +7,7 @@ from typing import NamedTuple
 from wingbeat.methods.bounded_staleness import messages as staleness
 from wingbeat.methods.bounded_staleness.colayers import ColayerDecision
 from wingbeat.methods.model_averaging import generator, pair_machine
-from wingbeat.methods.model_averaging.client import Status
+from wingbeat.methods.model_averaging.static_client import Status
 from wingbeat.methods.parameter_server import protocol
 from wingbeat.methods.parameter_server.coding import SliceHeader
 from wingbeat.observe.report import Job, Report

@@ -167,7 +167,7 @@ def test_replicas_after_training_have_equal_bits_and_rates(s: int | None, p: int
         assert all(one.bits() == crew[0].bits() for one in crew)
         assert all(one.rates == crew[0].rates for one in crew)
         assert len(crew[0].rates) >= 5
-        dropped += sum(len(one.machine.dropped) for one in crew)
+        dropped += sum(one.machine.dropped for one in crew)
     assert (dropped > 0) == (p < K)
 
 

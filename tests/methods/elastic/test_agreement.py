@@ -22,7 +22,9 @@ from wingbeat.methods.elastic.agreement import (
     Report,
     Wait,
     decide,
+    parse_decision,
 )
+from wingbeat.schema import MalformedMessage
 
 ALIVE, SILENT, GONE = Condition.ALIVE, Condition.SILENT, Condition.GONE
 LIMITS = Limits(silent_s=5.0, blocked_s=100.0, returned_s=30.0, min_replicas=2)
@@ -419,3 +421,18 @@ def test_after_random_crashes_stops_and_returns_all_have_equal_weights_and_train
     assert min(len(each.weights) for each in job.live()) > 20, "all have trained in the end"
     newest = max(job.known)
     assert job.known[newest][-1][1] == tuple(range(size)), "and with each other"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('[[[0, "a"], [1, "b"]], 4, 2, []]', "rank 2 is the source or copies it"),
+        ('[[[0, "a"], [1, "b"]], 4, 0, [2]]', "rank 2 is the source or copies it"),
+        ('[[[1, "a"], [0, "b"]], 4, 0, []]', "allowed: increasing ones"),
+        ('[[[1, "a"], [1, "b"]], 4, 1, []]', "allowed: increasing ones"),
+        ('[[[3, "a"]], 4, 3, []]', "is 3; allowed: 0 to 2"),
+    ],
+)
+def test_decision_that_names_others_than_its_members_is_malformed(text: str, why: str) -> None:
+    with pytest.raises(MalformedMessage, match=why):
+        parse_decision(text, 3)

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from helpers.code_blocks import blocks_of
-from wingbeat.transport.replica_jobs import serve_store
+from wingbeat.transport.served_store import StoreServer
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/checkpoints.md"
 SCRIPT = Path(elastic_script.__file__)
@@ -37,7 +37,7 @@ class Job:
     """Replicas of one process each."""
 
     def __init__(self, home: Path, replicas: int, row: str, **options: Any) -> None:
-        self.home, self.replicas, self._store = home, replicas, serve_store(0)
+        self.home, self.replicas, self._store = home, replicas, StoreServer(0)
         self._options = {"optimizer": "sgd", "norm": False, "pace": 0.01, "timeout": 60.0}
         self._options |= {"row": row, **options}
         self.running: dict[int, subprocess.Popen[bytes]] = {}
@@ -102,6 +102,7 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             process.wait()
+        self._store.close()
 
     def history(self) -> dict[int, list[dict[str, Any]]]:
         """The lines of all processes by step."""
@@ -230,6 +231,7 @@ def test_the_weights_without_one_of_two_are_bit_for_bit_those_of_the_participant
     # A sum of two does not depend on the order.
     assert distance(end["values"], replayed(job, "adam")) == 0.0
     assert agreeing(job) <= 1
+    assert "the others continue without it [event=lost rank=1 incarnation=0]" in job.errors(0)
 
 
 @pytest.mark.slow
@@ -250,7 +252,8 @@ def test_a_replica_that_was_stopped_copies_the_weights_and_trains_again(
     ends = job.end()
     assert len({end["end"] for end in ends.values()}) == 1
     assert len({str(end["buffers"]) for end in ends.values()}) == 1
-    assert "the others continued without this process" in job.errors(1)
+    for rank, said in ((0, "lost"), (0, "returned"), (1, "excluded")):
+        assert f"[event={said} rank=1 incarnation=0]" in job.errors(rank)
     assert agreeing(job) <= 4
 
 
@@ -271,7 +274,7 @@ def until_stopped(first):
 def test_the_script_of_the_page_continues_with_the_schedule_after_a_return(tmp_path: Path) -> None:
     (code,) = [block.code for block in blocks_of(PAGE) if block.code.startswith("# exact.py")]
     code = code.replace("range(first, 400)", "until_stopped(first)")
-    script, store = tmp_path / "exact.py", serve_store(0)
+    script, store = tmp_path / "exact.py", StoreServer(0)
     head, loop, tail = code.partition("for step in")
     script.write_text(head + UNTIL_STOPPED + loop + tail)
 
@@ -299,6 +302,7 @@ def test_the_script_of_the_page_continues_with_the_schedule_after_a_return(tmp_p
         for process in running:
             process.kill()
             process.wait()
+        store.close()
     assert [process.returncode for process in running] == [0, 0]
     rates = [dict(re.findall(r"step (\d+) rate (\S+)", text)) for text in texts]
     assert step > 20
@@ -338,3 +342,70 @@ def test_fewer_than_min_replicas_wait_for_one_that_returns(make: Callable[..., J
     assert len({end["end"] for end in ends.values()}) == 1
     members = [line["members"] for line in job.lines(0)[:-1]]
     assert all(each == [0, 1] for each in members), "none has trained alone"
+
+
+AGAIN = """
+import gc
+import weakref
+
+import torch
+
+import wingbeat
+from wingbeat.errors import UsageError
+
+wingbeat.init(timeout=60)
+
+
+def trained():
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wingbeat.distribute(model, optimizer, wingbeat.AllReduce(min_replicas=1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    wingbeat.synchronize(model)
+    return model, optimizer
+
+
+model, optimizer = trained()
+wingbeat.release(model, optimizer)
+print("released", flush=True)
+model, optimizer = trained()
+dropped = weakref.ref(model)
+del model, optimizer
+model, optimizer = trained()
+print("dropped", dropped() is None, flush=True)
+try:
+    trained()
+except UsageError as error:
+    print(error, flush=True)
+wingbeat.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_model_is_distributed_after_another_was_released_or_dropped(tmp_path: Path) -> None:
+    script, store = tmp_path / "again.py", StoreServer(0)
+    script.write_text(AGAIN)
+    env = os.environ | {"WINGBEAT_REPLICAS": "2", "WINGBEAT_TOP": "off", "OMP_NUM_THREADS": "1"}
+    env["WINGBEAT_STORE"] = f"127.0.0.1:{store.port}"
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script)], env=env | {"WINGBEAT_REPLICA": str(rank)},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        texts = [process.communicate(timeout=PATIENCE_S)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+        store.close()
+    for text in texts:
+        *said, refused = text.splitlines()
+        assert said == ["released", "dropped True"]
+        assert refused.startswith("min_replicas= is possible for one model at a time")

@@ -14,7 +14,7 @@ import torch
 
 from helpers.columns import columns
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.model_averaging.client import ABANDONED, NO_INITIATOR, Arrival
+from wingbeat.methods.model_averaging.client import Client
 from wingbeat.methods.model_averaging.followers import (
     MESSAGES,
     Call,
@@ -26,6 +26,7 @@ from wingbeat.methods.model_averaging.generator import Run
 from wingbeat.methods.model_averaging.group_all_reduce import GracePeriod
 from wingbeat.methods.model_averaging.group_averager import GroupSession
 from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.static_client import ABANDONED, NO_INITIATOR, Arrival
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
@@ -270,7 +271,8 @@ def test_lost_rank_ends_its_replica_with_its_name_and_no_other() -> None:
                     session.step()
                 assert time.monotonic() - begun < 10.0
                 ended.set()
-                session._mailbox.abandon()
+                assert isinstance(session.client, Client)
+                session.client.mailbox.abandon()
                 return str(error.value)
             if rank < 2:  # a slow replica, for which the others wait
                 assert ended.wait(15.0), "the rank waits for the slow replica"

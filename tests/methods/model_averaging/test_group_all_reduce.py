@@ -17,10 +17,10 @@ from wingbeat.codecs.coding import Region
 from wingbeat.codecs.topk import TopKCodec
 from wingbeat.collectives import Collectives
 from wingbeat.methods.model_averaging import group_all_reduce
-from wingbeat.methods.model_averaging.client import ABANDONED, Arrival
 from wingbeat.methods.model_averaging.generator import Run
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.service import ConnectionCache
+from wingbeat.methods.model_averaging.static_client import ABANDONED, Arrival
 from wingbeat.transport import failures, loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Span

@@ -17,14 +17,7 @@ import pytest
 from helpers.received import Received
 from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
 from wingbeat.errors import PeerError, UsageError
-from wingbeat.methods.model_averaging.client import (
-    ABANDONED,
-    NO_INITIATOR,
-    STATIC_CONNECTIONS,
-    Arrival,
-    Client,
-    StatusTable,
-)
+from wingbeat.methods.model_averaging.client import Client
 from wingbeat.methods.model_averaging.generator import (
     MESSAGES,
     Added,
@@ -44,6 +37,13 @@ from wingbeat.methods.model_averaging.generator import (
 )
 from wingbeat.methods.model_averaging.rules import Rules, group_of
 from wingbeat.methods.model_averaging.service import GeneratorConfig
+from wingbeat.methods.model_averaging.static_client import (
+    ABANDONED,
+    NO_INITIATOR,
+    STATIC_CONNECTIONS,
+    Arrival,
+    StatusTable,
+)
 from wingbeat.transport import detector
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.services import ProcessService, Service, ThreadService
@@ -558,7 +558,8 @@ def train(
     each: Callable[[int, Client], None],
 ) -> None:
     def one(worker: int) -> None:
-        mailbox, client = settings.client(store, worker)
+        client = settings.client(store, worker)
+        mailbox = client.mailbox
         try:
             each(worker, client)
         finally:

@@ -11,6 +11,7 @@ import pytest
 from helpers.mail import Clock
 from helpers.received import Received
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.methods.model_averaging.client import CONNECT_S
 from wingbeat.methods.model_averaging.generator import (
     MESSAGES,
     Added,
@@ -32,7 +33,7 @@ from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GroupService
 from wingbeat.transport.detector import RECONNECT_S
 from wingbeat.transport.loopback import Switchboard
-from wingbeat.transport.membership import MembershipChange, MembershipClient
+from wingbeat.transport.membership import MembershipChange, MembershipClient, View
 from wingbeat.types import Layout
 
 OTHER_OPTIONS = object()
@@ -50,6 +51,7 @@ class FakeMailbox:
         self.full: set[int] = set()
         self.cut: dict[int, float] = {}
         self.closed = False
+        self.peers: set[int] = set()
         self.refused: Counter[str] = Counter()
 
     def interrupter(self) -> Callable[[], None]:
@@ -77,6 +79,7 @@ class FakeMailbox:
     def join(self, peer: int, card: Any) -> None:
         if card is OTHER_OPTIONS:
             raise UsageError("it was opened with other limits")
+        self.peers.add(peer)
         self.lost.pop(peer, None)
         self.left.discard(peer)
         self.sent[peer].clear()
@@ -89,7 +92,9 @@ class Rig:
         self.workers, self.clock, self.box = workers, Clock(), FakeMailbox(workers)
         rules = rules or Rules(size=size, inter_intra=False, threshold=None)
         self.generator = Generator(Layout.even(1, workers), rules)
-        self.service = GroupService(self.box, self.generator, workers, 100.0, clock=self.clock)  # type: ignore[arg-type]
+        self.service = GroupService(
+            self.box, self.generator, workers, 100.0, clock=self.clock, started_by=0,  # type: ignore[arg-type]
+        )  # fmt: skip
 
     def send(self, worker: int, message: Any) -> None:
         self.box.inbox.append(Received(*MESSAGES.pack(message), peer=worker))
@@ -763,3 +768,73 @@ def test_excluded_worker_sends_no_state_while_another_can() -> None:
     rig.received(0)
     rig.send(1, FetchState(-1, join=False))
     assert (SendState, (0, 1)) in [(type(message), message[:2]) for message in rig.received(0)]
+
+
+# -- a generator that replaces another one ----------------------------------------------------
+
+
+class Successor(Rig):
+    """A second generator, to which workers 0 and 1 are expected to connect, and 2 is not."""
+
+    def __init__(self) -> None:
+        self.workers, self.clock, self.box = 3, Clock(), FakeMailbox(3)
+        self.generator = Generator(Layout.even(1, 3), Rules.all_workers())
+        self.log = MembershipClient(Switchboard(), "groups", 3, 4)
+        self.log.log.view = View((0, 0, 1, 2))
+        self.service = GroupService(
+            self.box, self.generator, 3, 100.0, clock=self.clock, membership=self.log,
+            incarnation=1, expected=(0, 1),  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def connect(self, worker: int) -> None:
+        self.log._changes += [
+            MembershipChange(worker, 0, False, worker),
+            MembershipChange(worker, 1, True, worker, object()),  # type: ignore[arg-type]
+        ]
+        self.advance(0.0)
+
+
+def test_expected_workers_are_awaited_by_groups_until_they_connect() -> None:
+    rig = Successor()
+    rig.connect(0)
+    rig.send(0, Request())
+    rig.advance(CONNECT_S - 1.0)
+    assert not rig.runs(0)
+    rig.connect(1)
+    rig.send(1, Request())
+    assert [run.members for run in rig.runs(0)] == [(0, 1)]
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_expected_worker_that_does_not_connect_is_removed(logged: bool) -> None:
+    """After a while; at once if others have logged its end."""
+    rig = Successor()
+    rig.connect(0)
+    rig.send(0, Request())
+    if logged:
+        rig.log.log.view = View((2, 1, 1, 2))
+        rig.log._changes.append(MembershipChange(1, 0, False, 0))
+        rig.advance(0.0)
+    else:
+        rig.advance(CONNECT_S + 1.0)
+    assert [run.members for run in rig.runs(0)] == [(0,)]
+    rig.connect(1)  # groups have continued without it
+    rig.send(1, Request())
+    assert Removed(1, 1, Reason.SILENT, False) in rig.received(1)
+
+
+def test_rejoining_worker_waits_for_one_that_connects_and_has_a_state() -> None:
+    rig = Successor()
+    rig.connect(2)
+    rig.send(2, FetchState(-1, join=False))
+    assert SendState not in [type(message) for message in rig.received(2)]
+    rig.connect(1)
+    assert [m.sender for m in rig.received(2) if isinstance(m, SendState)] == [1]
+
+
+def test_service_ends_when_the_log_has_a_later_generator() -> None:
+    rig = Successor()
+    rig.connect(0)
+    rig.log.log.view = View((0, 0, 1, 4))
+    rig.service.run()
+    assert rig.box.closed

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.returning import again, dies
-from wingbeat.errors import PeerError, RendezvousError, UsageError
+from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.model_averaging import group_averager
 from wingbeat.methods.model_averaging.group_averager import GroupSession, receive_state
 from wingbeat.methods.model_averaging.rules import Rules
@@ -124,6 +124,66 @@ def test_restarted_worker_rejoins_with_the_state_of_a_peer(rules: Rules) -> None
     assert value > 0  # below what was taken, if the giver was ahead of the other
 
 
+def generator_events(caplog: pytest.LogCaptureFixture, rank: int) -> list[str]:
+    """Return the events about generators that a rank has logged."""
+    own = [vars(each)["event"] for each in caplog.records if getattr(each, "rank", None) == rank]
+    return [event for event in own if event.startswith("generator-")]
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules.all_workers()], ids=["smart", "everyone"])
+@pytest.mark.parametrize("host", [0, 1])
+def test_generator_that_ends_is_started_again_and_a_worker_rejoins(
+    rules: Rules, host: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker that has started it ends too, or continues; a second one ends later."""
+    back = threading.Event()
+    sessions: dict[int, GroupSession] = {}
+
+    def train(world: World, session: GroupSession, buffer: torch.Tensor) -> float:
+        left = 10
+        while left:
+            left -= back.is_set()
+            buffer += 1.0
+            session.step()
+        session.synchronize()
+        assert session.client.fallback is None
+        session.close()
+        return float(buffer[0])
+
+    def made(world: World, buffer: torch.Tensor) -> GroupSession:
+        session = GroupSession(world, buffer, rules, seed=1)
+        session.snapshot = lambda: buffer.numpy().tobytes()
+        return session
+
+    def body(world: World) -> float:
+        buffer = torch.full((100,), float(world.rank))
+        session = sessions[world.rank] = made(world, buffer)
+        victim = 0 if host == 0 else 2
+        if world.rank != victim:
+            return train(world, session, buffer)
+        for _ in range(5):
+            session.step()
+        assert sessions[0]._service is not None
+        sessions[0]._service.kill()
+        if host != 0:  # the generator first, and the worker once there is another one
+            while session.client.fallback is None:
+                session.step()
+            while session.client.fallback is not None:
+                session.step()
+        dies(session)
+        buffer = torch.zeros(100)
+        session = made(again(world), buffer)
+        buffer.copy_(torch.frombuffer(session.fetch_state(), dtype=torch.float32))
+        assert float(buffer[0]) > 0
+        back.set()
+        return train(world, session, buffer)
+
+    values = loopback.run(loopback.worlds(3), body)
+    assert len(set(values)) == 1, values
+    found = ["generator-lost", "generator-started"]
+    assert generator_events(caplog, 1)[:2] == generator_events(caplog, 2)[:2] == found
+
+
 def test_fetch_state_without_or_with_too_large_state_raises() -> None:
     def body(world: World) -> None:
         session = GroupSession(world, torch.zeros(4), Rules())
@@ -163,16 +223,13 @@ def test_fetch_state_without_active_peer_raises() -> None:
     loopback.run(loopback.worlds(1), body)
 
 
-def test_rejoin_to_the_static_schedule_or_as_generator_host_raises() -> None:
+def test_rejoin_to_the_static_schedule_raises() -> None:
     def body(world: World) -> None:
         session = GroupSession(world, torch.zeros(4), None)
         with pytest.raises(UsageError, match=r"fetch_state\(\): the static schedule has no rejoin"):
             session.fetch_state()
         with pytest.raises(UsageError, match=r"rank 0 was started again .* the static schedule"):
             GroupSession(again(world), torch.zeros(4), None)
-        GroupSession(world, torch.zeros(4), Rules()).close()
-        with pytest.raises(RendezvousError, match="rank 0: cannot rejoin: the group generator"):
-            GroupSession(again(world), torch.zeros(4), Rules())
 
     loopback.run(loopback.worlds(1), body)
 

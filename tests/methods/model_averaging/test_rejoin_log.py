@@ -9,9 +9,9 @@ import threading
 import pytest
 
 from wingbeat.errors import RendezvousError
-from wingbeat.methods.model_averaging.client import StatusTable
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
+from wingbeat.methods.model_averaging.static_client import StatusTable
 from wingbeat.transport import interfaces as nic
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.membership import LogEntry, MembershipChange, MembershipClient, View

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,9 @@ import pytest
 
 from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.client import (
+from wingbeat.methods.model_averaging.generator import Run
+from wingbeat.methods.model_averaging.rules import group_of
+from wingbeat.methods.model_averaging.static_client import (
     ABANDONED,
     STATIC_CONNECTIONS,
     Arrival,
@@ -19,8 +22,6 @@ from wingbeat.methods.model_averaging.client import (
     Status,
     StatusTable,
 )
-from wingbeat.methods.model_averaging.generator import Run
-from wingbeat.methods.model_averaging.rules import group_of
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.types import Layout
 
@@ -108,7 +109,7 @@ def test_worker_past_a_step_is_not_awaited() -> None:
     def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
         seen.append(run.members)
         if len(seen) == 1:
-            StatusTable(store, "groups/", 4, 0).publish(1, Status(0, False, 1, -1))
+            StatusTable(store, "groups/", 4, 0).publish(1, Status(0, 0, False, 1, -1))
             return 3
         if 3 in run.members:
             return 3
@@ -121,7 +122,12 @@ def test_worker_past_a_step_is_not_awaited() -> None:
 
 @pytest.mark.parametrize(
     ("status", "found"),
-    [(Status(0, True, 0, -1), Arrival.IMPOSSIBLE), (Status(0, True, 1, -1), Arrival.DEPARTED)],
+    [
+        (Status(0, 0, True, 0, -1), Arrival.IMPOSSIBLE),
+        (Status(0, 0, True, 1, -1), Arrival.DEPARTED),
+        (Status(1, former_steps=0), Arrival.IMPOSSIBLE),
+        (Status(1, former_steps=1), Arrival.DEPARTED),
+    ],
 )
 def test_member_that_synchronizes_is_detected_while_awaited(status: Status, found: Arrival) -> None:
     """Who has made this step may have sent all that is needed before it levels."""
@@ -177,7 +183,7 @@ def test_kept_connection_that_a_peer_closed_is_opened_again() -> None:
     def average(run: Run, arrival: Callable[[], Arrival]) -> int | None:
         seen.append(run.number)
         if len(seen) == 3:
-            StatusTable(store, "groups/", 4, 0).publish(1, Status(0, False, 2, 5))
+            StatusTable(store, "groups/", 4, 0).publish(1, Status(0, 0, False, 2, 5))
             return 1
         return None
 
@@ -212,7 +218,7 @@ def test_silent_worker_is_left_out_of_a_synchronization() -> None:
     store = Switchboard()
     one = StaticClient(0, Layout.even(1, 3), 0.3, StatusTable(store, "groups/", 3, 0))
     table = StatusTable(store, "groups/", 3, 0)
-    table.publish(1, Status(0, True, 9, -1))
+    table.publish(1, Status(0, 0, True, 9, -1))
     runs: list[Run] = []
     reducer = FunctionReducer(lambda run, alive: runs.append(run))
     one.synchronize(reducer)
@@ -230,9 +236,9 @@ def test_synchronize_of_the_last_worker_succeeds_if_the_others_left_after_theirs
     table = StatusTable(Switchboard(), "groups/", 2, 0)
     one = StaticClient(0, Layout.even(1, 2), 5.0, table)
     reducer = FunctionReducer(lambda run, alive: None)
-    table.publish(1, Status(0, True, 9, -1))
+    table.publish(1, Status(0, 0, True, 9, -1))
     one.synchronize(reducer)
-    table.publish(1, Status(levels, True, 9, -1))
+    table.publish(1, Status(0, levels, True, 9, -1))
     table.mark_lost(1, left=left)
     if not alone:
         one.synchronize(reducer)
@@ -248,7 +254,7 @@ def test_silent_worker_that_runs_is_awaited() -> None:
     def is_running(worker: int) -> bool:
         asked.append(worker)
         if len(asked) == 3:
-            table.publish(1, Status(0, True, 9, -1))
+            table.publish(1, Status(0, 0, True, 9, -1))
         return True
 
     one = StaticClient(0, Layout.even(1, 2), 0.1, table, is_running=is_running)
@@ -269,6 +275,8 @@ def test_worker_that_runs_and_never_synchronizes_raises_after_ten_timeouts() -> 
 def test_malformed_status_is_ignored() -> None:
     store = Switchboard()
     table = StatusTable(store, "groups/", 4, 0)
-    for worker, text in enumerate(("{", "[1, 2, 3, 4]", '[0, false, "1", 0]', "[1, true, 2, 3]")):
+    good = json.dumps(Status(0, 1, True, 2, 3))
+    wrong = json.dumps([0, 0, False, "1", 0, 0, 0])
+    for worker, text in enumerate(("{", "[1, 2, 3, 4]", wrong, good)):
         store.set(f"groups//status/{worker}", text)
-    assert table.statuses() == {3: Status(1, True, 2, 3)}
+    assert table.statuses() == {3: Status(0, 1, True, 2, 3)}

@@ -317,7 +317,7 @@ class CommunicationThread:
         """End the iteration; see `Worker.end_iteration`."""
         with self._lock_machine():
             self.machine.end_iteration()
-            self._journal.dropped(self.machine.dropped)
+            self._journal.dropped(self.machine.last_dropped)
 
     def finish(
         self, log_after_s: float = math.inf, cancelled: Callable[[], bool] = lambda: False

@@ -404,7 +404,7 @@ class BoundedStalenessExchange:
     @property
     def fired(self) -> dict[str, int]:
         """How often the bound took effect here: ``dropped`` iterations, ``pulled`` parameters."""
-        return {"dropped": len(self.machine.dropped), "pulled": self.machine.pulls}
+        return {"dropped": self.machine.dropped, "pulled": self.machine.pulls}
 
     def sections(self) -> Sequence[Section]:
         """Return the sections of this worker for `wingbeat top`."""
@@ -422,7 +422,7 @@ def status_sections(machine: Worker, workers: int, colayers: int) -> list[Sectio
         "iteration": iteration,
         "fastest": fastest,
         "behind": fastest - iteration,
-        "dropped": len(machine.dropped),
+        "dropped": machine.dropped,
         "in_flight": "any" if in_flight is None else in_flight,
         "waiting": machine.buffered_rounds,
         "pulled": machine.pulls,

@@ -33,7 +33,8 @@ class Journal:
         workers: int,
         bound: StalenessBound,
     ) -> None:
-        self._write, self._dropped = write, 0
+        self._write = write
+        self._dropped: tuple[int, int] | None = None
         self.enabled = write is not None
         self._line(
             rank=rank, incarnation=incarnation, workers=workers, colayers=bound.colayers,
@@ -52,11 +53,11 @@ class Journal:
         """Record that all pieces of a colayer were sent."""
         self._line(sent=[iteration, colayer])
 
-    def dropped(self, iterations: Sequence[tuple[int, int]]) -> None:
-        """Record the new entries of `Worker.dropped`."""
-        for iteration, colayers in iterations[self._dropped :]:
-            self._line(dropped=[iteration, colayers])
-        self._dropped = len(iterations)
+    def dropped(self, last: tuple[int, int] | None) -> None:
+        """Record `Worker.last_dropped` if it is new."""
+        if last != self._dropped:  # no iteration is dropped twice
+            self._dropped = last
+            self._line(dropped=last)
 
     def changed_colayers(self, bound: StalenessBound, first: int) -> None:
         """Record that colayers change from iteration ``first`` on."""

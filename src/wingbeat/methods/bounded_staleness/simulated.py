@@ -84,6 +84,8 @@ class RunRecorder:
         self.iterations = [0] * workers
         self.rounds = [0] * workers
         self.waited_s = [0.0] * workers
+        self._dropped = [0] * workers
+        self._lost = 0  # colayers of dropped iterations
         self._applied = [0] * workers  # in entries: a piece of a colayer of a contribution
         self._reached = [False] * workers
         self._lags: Counter[int] = Counter()
@@ -107,6 +109,11 @@ class RunRecorder:
         """Record the end of an iteration, ``lag`` iterations behind the fastest."""
         self._lags[lag] += 1
 
+    def dropped(self, worker: int, sent: int) -> None:
+        """Record an iteration that has ended by the rule, after ``sent`` of its colayers."""
+        self._dropped[worker] += 1
+        self._lost += self._colayers - sent
+
     def applied(self, worker: int, parts: Sequence[PieceSum]) -> None:
         """Record an applied round."""
         self._pieces = len(parts) // self._colayers
@@ -123,15 +130,15 @@ class RunRecorder:
             if self.whole:
                 self._agenda.stop()
 
-    def run(self, dropped: Sequence[Sequence[tuple[int, int]]]) -> StaleRun:
-        """Return the result; ``dropped`` has iterations and their colayers sent, by worker."""
+    def run(self) -> StaleRun:
+        """Return the result."""
         k = self._colayers
         unit = k * self._pieces
         return StaleRun(
             self._agenda.now,
             tuple(self.iterations),
-            tuple(map(len, dropped)),
-            sum(k - sent for each in dropped for _, sent in each) / k,
+            tuple(self._dropped),
+            self._lost / k,
             self.rounds[0],
             tuple(self.waited_s),
             dict(sorted(self._lags.items())),
@@ -353,13 +360,11 @@ class TrainedMachine(Protocol):
     """The methods of `wingbeat.methods.bounded_staleness.worker.Worker` that training calls.
 
     ``iteration`` is the current or requested iteration, ``zeta`` the latest that any worker has
-    entered. ``dropped`` has iterations ended by the rule, and the number of their colayers that
-    were sent.
+    entered.
     """
 
     iteration: int
     zeta: int
-    dropped: list[tuple[int, int]]
 
     def can_begin(self) -> bool:
         """Whether the requested iteration may be computed."""
@@ -460,7 +465,9 @@ class SimulatedTraining:
             yield seconds
             if sends:
                 yield self._fill_s[colayer]
-            sends = self._machine.send_colayer(colayer, self._payloads)
+            before, sends = sends, self._machine.send_colayer(colayer, self._payloads)
+            if before and not sends:
+                self._log.dropped(self._rank, colayer)
             self._sent()
         yield self._model.rest_s
         if sends:
@@ -556,7 +563,7 @@ def simulate_bounded(
         receiver.received = training.received
     agenda.run()
     assert log.whole, "all workers wait for each other"
-    return log.run([machine.dropped for machine, _, _ in machines])
+    return log.run()
 
 
 _Simulated = tuple[TrainedMachine, Callable[[], None], SimulatedThread | PoolMember]

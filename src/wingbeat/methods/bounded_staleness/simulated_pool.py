@@ -34,7 +34,6 @@ class PoolMember:
         self._pool, self._rank, self._bound = pool, rank, bound
         self.iteration = self.zeta = 0
         self.applied = self.complete = 0
-        self.dropped: list[tuple[int, int]] = []
         self._sent = 0
         self._computing = self._out = False
         self._announced: tuple[int, ...] = ()
@@ -101,7 +100,6 @@ class PoolMember:
         if not self._out:
             self._out = self._bound.is_outdated(self.zeta - self.iteration, self._sent)
             if self._out and self._computing:
-                self.dropped.append((self.iteration, self._sent))
                 self._computing, self._sent = False, 0
         if self._out:
             self.iteration = self.zeta

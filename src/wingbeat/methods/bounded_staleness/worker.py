@@ -114,7 +114,8 @@ class Worker:
         iteration: the current or next iteration.
         zeta: the latest iteration that any worker has entered.
         gei: the contributions in the parameters.
-        dropped: iterations dropped by the bound, each with the number of colayers sent before.
+        dropped: number of iterations dropped by the bound.
+        last_dropped: the last of them, and the number of its colayers sent before.
         pulls: how often parameters were pulled.
         joining: whether this worker was restarted and has no parameters yet.
         expelled: whether the other workers have removed this one; it must be restarted.
@@ -136,8 +137,8 @@ class Worker:
         self.rank, self.workers, self.incarnation = rank, workers, incarnation
         self.epoch, self._max_buffered = epoch, max_buffered
         self.gei = Gei(workers, bound.colayers)
-        self.dropped: list[tuple[int, int]] = []
-        self.pulls = self.zeta = 0
+        self.last_dropped: tuple[int, int] | None = None
+        self.dropped = self.pulls = self.zeta = 0
         self.expelled = False
         self._stragglers = StragglerDetector()
         self.joining = incarnation > 0
@@ -568,7 +569,7 @@ class Worker:
             exchanged = self.gei.exchanged(self.iteration)
             self._out = self.bound.is_outdated(self.zeta - self.iteration, exchanged)
             if self._out and self._computing:
-                self.dropped.append((self.iteration, exchanged))
+                self.dropped, self.last_dropped = self.dropped + 1, (self.iteration, exchanged)
                 self._computing = False
         if self._out:
             self.iteration = self.zeta

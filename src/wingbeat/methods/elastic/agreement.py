@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from wingbeat.schema import Length, Range, Text
+from wingbeat.schema import Length, MalformedMessage, Range, Text, parse_json
 
 MAX_STEPS = 1 << 48
 
@@ -67,6 +67,17 @@ class Decision(NamedTuple):
     def tokens(self) -> dict[int, str]:
         """The token of each member by rank."""
         return dict(self.members)
+
+
+def parse_decision(text: str, workers: int) -> Decision:
+    """Parse a decision; a `MalformedMessage` if it is none, or names others than its members."""
+    found: Decision = parse_json(Decision, text, workers=workers)
+    ranks = [rank for rank, _ in found.members]
+    if ranks != sorted(set(ranks)):
+        raise MalformedMessage(f"members are the ranks {ranks!s:.60}; allowed: increasing ones")
+    if wrong := {found.source, *found.copies} - set(ranks):
+        raise MalformedMessage(f"rank {min(wrong)} is the source or copies it, and is no member")
+    return found
 
 
 class Condition(enum.Enum):

@@ -8,10 +8,11 @@ then dropped: its remaining operations are not started, and its gradients are ze
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
@@ -28,11 +29,13 @@ from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.snapshot import Snapshot, encode_snapshot
 from wingbeat.methods.elastic.agreement import Decision, Progress
 from wingbeat.methods.elastic.members import Members
+from wingbeat.methods.model_averaging.group_averager import next_serial
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Operation
 from wingbeat.schema import Length, MalformedMessage, Range, parse_json
+from wingbeat.transport.graceful_shutdown import departures_of
 from wingbeat.transport.world import World
-from wingbeat.types import Group
+from wingbeat.types import SERIES, Group
 
 if TYPE_CHECKING:
     from wingbeat.engine.engine import Engine
@@ -74,16 +77,17 @@ def check_modules(model: torch.nn.Module) -> None:
 class _Epochs:
     """Opens the group of each epoch in the world of all workers."""
 
-    def __init__(self, world: World, members: Members) -> None:
-        self.world, self.members = world, members
+    def __init__(self, world: World, members: Members, first: int) -> None:
+        self.world, self.members, self._first = world, members, first
         self._open: list[World] = []
 
     def enter(self, epoch: int, decision: Decision) -> World:
         """Return the world of an epoch's members."""
         self.members.enter(epoch, decision)
         ranks = sorted(decision.tokens)
-        inner = self._open_group(ranks, _GROUPS * epoch)
-        inner.make_channel = lambda: self._open_group(ranks, _GROUPS * epoch + 1)
+        number = self._first + _GROUPS * epoch
+        inner = self._open_group(ranks, number)
+        inner.make_channel = lambda: self._open_group(ranks, number + 1)
         return inner
 
     def _open_group(self, ranks: Sequence[int], number: int) -> World:
@@ -99,8 +103,16 @@ class _Epochs:
             inner.close()
 
 
-_epochs: weakref.WeakKeyDictionary[World, _Epochs] = weakref.WeakKeyDictionary()
-"""By world of all workers, and by the world of the first group: of one model at a time."""
+_epochs: weakref.WeakKeyDictionary[World, weakref.ref[_Epochs]] = weakref.WeakKeyDictionary()
+"""By world of all workers, and by the world of the first group: of one model at a time.
+
+The model holds them. They hold the worlds, so a strong reference here would keep all for ever.
+"""
+
+
+def _epochs_of(world: World) -> _Epochs | None:
+    found = _epochs.get(world)
+    return None if found is None else found()
 
 
 def open_world(part: Elastic, world: World) -> World:
@@ -126,20 +138,23 @@ def open_world(part: Elastic, world: World) -> World:
             "must be one process; start a torch job for each process, or use wingbeat.LocalSGD() "
             "or DiLoCo()"
         )
-    if world in _epochs:
+    if _epochs_of(world) is not None:
+        gc.collect()  # a dropped model holds its epochs until it is collected
+    if _epochs_of(world) is not None:
         raise UsageError(
             "min_replicas= is possible for one model at a time: distribute one module that "
             "contains both, or call wingbeat.release() on the first"
         )
-    members = Members(world, part.min_replicas)
+    serial = next_serial(world)
+    members = Members(world, part.min_replicas, serial)
     if world.returned:
         epoch, decision = members.join()
     else:
         epoch, decision = 0, members.begin()
-    epochs = _epochs[world] = _Epochs(world, members)
+    epochs = _Epochs(world, members, (serial - 1) * SERIES)
+    world.on_close(weakref.finalize(epochs, members.close))
     inner = epochs.enter(epoch, decision)
-    world.on_close(members.close)
-    _epochs[inner] = epochs
+    _epochs[world] = _epochs[inner] = weakref.ref(epochs)
     _joined[inner] = decision
     return inner
 
@@ -221,7 +236,9 @@ class ElasticExchange(CollectiveExchange):
 def build_runtime(context: BuildContext) -> Runtime:
     """Make a runtime that continues without failed workers."""
     collectives = context.training.collectives
-    recovery = Recovery(_epochs[collectives.world], collectives)
+    epochs = _epochs_of(collectives.world)
+    assert epochs is not None, "the channel of its world holds it"
+    recovery = Recovery(epochs, collectives)
     exchange = ElasticExchange(collectives, context.compression, recovery)
     runtime = context.runtime(lambda: exchange)
     runtime.recovery = recovery
@@ -305,7 +322,7 @@ class Recovery:
         engine = self._engine()
         if engine is None:
             raise error or PeerError("the model is no longer distributed")
-        begun = time.monotonic()
+        begun, former = time.monotonic(), self._members.tokens
         if error is not None:
             log.warning("%s", error)
         while True:
@@ -333,10 +350,17 @@ class Recovery:
                 continue
             break
         engine.steps_made.asked = False  # all members have agreed since
-        self._log(decision, time.monotonic() - begun)
+        self._log(former, decision, time.monotonic() - begun)
 
-    def _log(self, decision: Decision, seconds: float) -> None:
+    def _log(self, former: Mapping[int, str], decision: Decision, seconds: float) -> None:
         whole, ranks = self._epochs.world, sorted(decision.tokens)
+        departures = departures_of(whole)
+        for rank, token in former.items():
+            if decision.tokens.get(rank) != token:
+                departures.lost(rank)
+        for rank in ranks:
+            if former.get(rank) != decision.tokens[rank]:
+                departures.back(rank)
         copied = f"; rank {decision.source} gave its weights to " if decision.copies else ""
         copied += ", ".join(map(str, decision.copies))
         log.warning(

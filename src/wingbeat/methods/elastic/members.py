@@ -19,19 +19,20 @@ from wingbeat.methods.elastic.agreement import (
     Propose,
     Report,
     Wait,
+    parse_decision,
 )
-from wingbeat.observe.log import log
+from wingbeat.observe.log import log, log_event
 from wingbeat.schema import MalformedMessage, parse_json
 from wingbeat.transport.failures import MAX_WAIT_FACTOR, ProcessAddress, WaitLog, probe
 from wingbeat.transport.store import AtomicStore, read_value
 from wingbeat.transport.text import first_line
 from wingbeat.transport.world import World
 
-_POLL_S = 0.02
-"""Seconds between two reads of the store while the members agree."""
+_POLL_S, _MAX_POLL_S, _BACKOFF = 0.02, 0.2, 1.2
+"""Seconds between two reads of the store while the members agree: first, most, and growth."""
 
 _PROBE_S = 0.25
-"""Seconds between two probes of a process."""
+"""Seconds between two probes of a process, and between two reads of its address."""
 
 _PROBES = 2
 """Attempts to connect to a process that does not refuse."""
@@ -52,6 +53,7 @@ class Members:
     Args:
         world: of all workers of the job.
         min_replicas: least number of members.
+        serial: number of the model, whose members are separate from those of other models.
 
     Attributes:
         epoch: number of the present epoch, from 0.
@@ -59,10 +61,11 @@ class Members:
         wanted: whether another process asks to join.
     """
 
-    def __init__(self, world: World, min_replicas: int) -> None:
+    def __init__(self, world: World, min_replicas: int, serial: int = 1) -> None:
         assert isinstance(world.store, AtomicStore), "all but a service's can claim keys"
         self._store, self._rank, self._size = world.store, world.rank, world.size
         self._timeout, self._min_replicas = world.timeout, min_replicas
+        self._room = f"elastic/{serial}"
         self.token = self._token_of(self._rank)
         self.epoch = 0
         self.tokens: dict[int, str] = {}
@@ -107,7 +110,7 @@ class Members:
             if len(self.tokens) < self._size and not self.wanted:
                 epoch = self.epoch
                 with contextlib.suppress(RuntimeError, TimeoutError):  # a store that is away
-                    found = self._store.has(f"{_ROOM}/wanted/{epoch + 1}")
+                    found = self._store.has(f"{self._room}/wanted/{epoch + 1}")
                     self.wanted = found and epoch == self.epoch
 
     def agree(self, report: Report) -> tuple[int, Decision]:
@@ -122,10 +125,11 @@ class Members:
             if decision.tokens.get(self._rank) == self.token:
                 return epoch, decision
             if former.get(self._rank) == self.token:
-                log.warning(
-                    "rank %d: the others continued without this process, which did not respond: it "
-                    "joins again, and copies their weights",
-                    self._rank,
+                log_event(
+                    "excluded",
+                    f"rank {self._rank}: the others continued without this process, which did not "
+                    "respond: it joins again, and copies their weights",
+                    rank=self._rank,
                 )
             epoch, former, report = epoch + 1, decision.tokens, Report(self.token, 0, -1)
 
@@ -148,35 +152,34 @@ class Members:
 
     def _decision(self, epoch: int, former: Mapping[int, str], report: Report) -> Decision:
         """Return the decision of an epoch, after this process has published its report."""
-        self._store.set(f"{_ROOM}/report/{epoch}/{self._rank}", json.dumps(report))
+        self._store.set(f"{self._room}/report/{epoch}/{self._rank}", json.dumps(report))
         member = former.get(self._rank) == self.token
         if not member:
-            self._store.set(f"{_ROOM}/wanted/{epoch}", "1")
+            self._store.set(f"{self._room}/wanted/{epoch}", "1")
         agreement = Agreement(former, self._limits(member=member), time.monotonic())
         waited = WaitLog(f"rank {self._rank}", f"the members of epoch {epoch}")
-        probes, read_at = _Probes(self._rank), time.monotonic()
+        probes, pause = _Probes(self._rank), _POLL_S
+        reports = _Reports(self._store, f"{self._room}/report/{epoch}", self._rank, self._size)
         try:
             while True:
                 found = self._read_decision(epoch)
                 if found is not None:
                     return found
-                reports = self._reports(epoch)
                 now = time.monotonic()
-                read_at = now if self._rank in reports else read_at
-                if now - read_at > _STORE_S:
-                    raise TimeoutError(f"the store has not answered for {_STORE_S:g} s")
-                probes.follow({r: self._address_of(r) for r in {*former, *reports}})
-                command = agreement.poll(now, reports, probes.tokens, probes.conditions)
+                if reports.read(now, probes.tokens):
+                    probes.follow({r: self._address_of(r) for r in {*former, *reports.known}})
+                command = agreement.poll(now, reports.known, probes.tokens, probes.conditions)
                 match command:
                     case Propose(decision) if member:
-                        self._store.claim(f"{_ROOM}/decision/{epoch}", json.dumps(decision))
+                        self._store.claim(f"{self._room}/decision/{epoch}", json.dumps(decision))
                     case Fail(reason):
                         raise PeerError(f"rank {self._rank}: {reason}; {_AGAIN}")
                     case Wait(ranks) if ranks and member:
                         waited.log_if_due(_ranks(ranks))
                     case Wait(ranks) if ranks:
                         waited.check(_ranks(ranks), self._timeout)
-                time.sleep(_POLL_S)
+                time.sleep(pause)
+                pause = min(_MAX_POLL_S, _BACKOFF * pause)
         except (TimeoutError, RuntimeError) as error:
             raise PeerError(
                 f"rank {self._rank}: cannot agree on the replicas that continue: "
@@ -195,12 +198,11 @@ class Members:
         )
 
     def _read_decision(self, epoch: int) -> Decision | None:
-        key = f"{_ROOM}/decision/{epoch}"
+        key = f"{self._room}/decision/{epoch}"
         if not self._store.has(key):
             return None
         try:
-            text = self._store.get(key, _STORE_S)
-            found: Decision = parse_json(Decision, text, workers=self._size)
+            found = parse_decision(self._store.get(key, _STORE_S), self._size)
         except MalformedMessage as error:
             raise PeerError(
                 f"rank {self._rank}: another worker has written a malformed decision: {error}; all "
@@ -208,25 +210,54 @@ class Members:
             ) from None
         return found
 
-    def _reports(self, epoch: int) -> dict[int, Report]:
-        found = {}
-        for rank in range(self._size):
-            text = read_value(self._store, f"{_ROOM}/report/{epoch}/{rank}")
-            if text is not None:
-                try:
-                    found[rank] = parse_json(Report, text)
-                except MalformedMessage as error:
-                    log.warning("rank %d: report of rank %d ignored: %s", self._rank, rank, error)
-        return found
-
-
-_ROOM = "elastic"
 
 _AGAIN = "start all replicas again from a checkpoint"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return ", ".join(f"rank {rank}" for rank in ranks)
+
+
+class _Reports:
+    """The reports of an epoch. What is known is not read again, as all members read at a time.
+
+    Attributes:
+        known: the last report of each rank.
+    """
+
+    def __init__(self, store: AtomicStore, prefix: str, rank: int, size: int) -> None:
+        self._store, self._prefix, self._rank, self._size = store, prefix, rank, size
+        self._answered, self._addressed = time.monotonic(), -math.inf
+        self.known: dict[int, Report] = {}
+
+    def read(self, now: float, tokens: Mapping[int, str]) -> bool:
+        """Read what is new; return whether the addresses of processes are to be read, too.
+
+        ``tokens`` are those of the present processes: one that has ended may be replaced by one
+        that reports again. A `TimeoutError` if the store does not answer.
+        """
+        before = {rank: each.token for rank, each in self.known.items()}
+        self.known.pop(self._rank, None)  # read each time, as it shows that the store answers
+        for rank in range(self._size):
+            if rank not in self.known or self.known[rank].token != tokens.get(rank):
+                self._read_one(rank)
+        if self._rank in self.known:
+            self._answered = now
+        elif now - self._answered > _STORE_S:
+            raise TimeoutError(f"the store has not answered for {_STORE_S:g} s")
+        new = any(each.token != before.get(rank) for rank, each in self.known.items())
+        if new or now >= self._addressed + _PROBE_S:
+            self._addressed = now
+            return True
+        return False
+
+    def _read_one(self, rank: int) -> None:
+        text = read_value(self._store, f"{self._prefix}/{rank}")
+        if text is not None:
+            try:
+                self.known[rank] = parse_json(Report, text)
+            except MalformedMessage as error:
+                log.warning("rank %d: report of rank %d ignored: %s", self._rank, rank, error)
 
 
 class _Probes:

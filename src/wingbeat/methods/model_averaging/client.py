@@ -1,20 +1,14 @@
-"""A worker's client of the group generator, and of the static schedule without one.
-
-Workers publish their status in the rendezvous store, which replaces the generator when it is lost.
-"""
+"""A worker's client of the group generator."""
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
-import json
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from wingbeat.errors import PeerError
 from wingbeat.methods.model_averaging.generator import (
@@ -37,36 +31,37 @@ from wingbeat.methods.model_averaging.generator import (
     SendState,
     Synchronize,
 )
-from wingbeat.methods.model_averaging.rules import PHASES, Rules, group_of
+from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.static_client import (
+    ABANDONED,
+    SYNC_CALL,
+    Arrival,
+    GeneratorIsBack,
+    Reducer,
+    StaticClient,
+    StatusTable,
+    isolation_text,
+)
 from wingbeat.observe.events import AVERAGES, stream
-from wingbeat.schema import MalformedMessage, Range, parse_json
+from wingbeat.observe.log import log_event
+from wingbeat.schema import MalformedMessage
 from wingbeat.transport.detector import Failed, FailureDetector
 from wingbeat.transport.failures import WaitLog
-from wingbeat.transport.membership import MembershipClient, members
 from wingbeat.transport.messages.frames import Message
 from wingbeat.transport.messages.mailbox import Mailbox
-from wingbeat.transport.store import Store
 from wingbeat.types import Layout
+
+if TYPE_CHECKING:
+    from wingbeat.methods.model_averaging.succession import GeneratorSearch
 
 _log = logging.getLogger(__name__)
 
-NO_INITIATOR = -1
-"""The initiator of groups that no worker has requested. Their numbers grow with the step."""
+CONNECT_S = 10.0
+"""Seconds for workers to connect to a generator that replaces another one."""
 
-ABANDONED = -1
-"""Result of an abandoned average: members are missing and will not arrive."""
-
-STATIC_CONNECTIONS = 1 << 31
-"""The first connection id of groups without a generator; the generator's ids start at 1."""
-
-SYNC_CALL = "the call of wingbeat.synchronize()"
-
-_READ_S = 5.0  # timeout of a read of an existing key, in seconds
 _CHECK_S = 0.25  # between checks of the generator while one of its messages is awaited
 _KEEPALIVE_S = 1.0  # between keepalive messages, whose loss shows that the generator is dead
-_REFRESH_S = 0.5  # between checks of the status table while members are awaited
-_SYNC_CHECK_S = 0.05  # between checks of the status table during synchronization
-_PUBLISH_S = 1.0  # between two publications of a worker's status
+_SEARCH_S = 0.02  # between checks of the connection to the next generator
 
 _REASONS = {
     Reason.LATE: "took too long for a step, or for an average",
@@ -76,388 +71,6 @@ _REASONS = {
 }
 
 State = TypeVar("State")
-
-
-class Arrival(enum.Enum):
-    """Whether the missing members of a group will arrive. True if they may."""
-
-    POSSIBLE = enum.auto()
-    DEPARTED = enum.auto()
-    """Some will not; if they took part before, the data that they have sent may still arrive."""
-    IMPOSSIBLE = enum.auto()
-    """Some will not, and did not take part before."""
-
-    def __bool__(self) -> bool:
-        return self is Arrival.POSSIBLE
-
-
-class Reducer(Protocol):
-    """Averages this worker's parameters with those of a group.
-
-    A protocol, because the implementation, `GroupAllReduce`, needs torch.
-    """
-
-    def average(self, run: Run, connection: int, arrival: Callable[[], Arrival]) -> int | None:
-        """Average the parameters of a group of two or more members over its connection id.
-
-        ``arrival`` returns whether missing members will arrive: a member may have died, or may
-        never receive the group because the generator has died. Returns a lost member, `ABANDONED`,
-        or None for success.
-        """
-        ...
-
-    def close(self, connections: Iterable[int] | None = None) -> None:
-        """Close the connections with these ids; all if None."""
-
-
-def isolation_text(me: str, others: str) -> str:
-    """Return the error of a synchronization of one worker alone; ``others`` states why."""
-    return (
-        f"{me}: no other worker takes part in the mean of all models: {others}; its weights are "
-        "its own alone: start the job again from a checkpoint, or save them with "
-        "model.state_dict() if the others' are not needed"
-    )
-
-
-# -- without a generator ------------------------------------------------------------------
-
-
-Steps: TypeAlias = Annotated[int, Range(0, 1 << 48)]
-
-
-class Status(NamedTuple):
-    """The progress of a worker. Its values only grow.
-
-    Attributes:
-        rounds: the number of synchronizations that it has completed.
-        synchronizing: whether it waits for the next one, and makes no steps until then.
-        steps: the number of its steps without a generator. A synchronization sets it to the maximum
-            over all workers.
-        failed: the number of the latest group that failed on it, whose connections it has closed;
-            -1 for none.
-    """
-
-    rounds: Steps = 0
-    synchronizing: bool = False
-    steps: Steps = 0
-    failed: Annotated[int, Range(-1, 1 << 48)] = -1
-
-
-_SUPPRESSED = contextlib.suppress(TimeoutError, RuntimeError, OSError)
-
-
-class StatusTable:
-    """The status of all workers, and which are lost or have left. Empty while the store is down.
-
-    The members of the log are the workers and, with the number after them, the group generator.
-    ``worker`` is the one that writes, in any of its threads.
-    """
-
-    def __init__(self, store: Store, room: str, workers: int, worker: int) -> None:
-        self._store, self._room, self._workers = store, room, workers
-        self._membership = MembershipClient(store, room, worker, workers + 1)
-        self._reading = threading.Lock()
-
-    def publish(self, worker: int, status: Status) -> None:
-        """Set the status of ``worker``."""
-        self._set(f"status/{worker}", json.dumps(status))
-
-    def statuses(self) -> dict[int, Status]:
-        """Return the status of each worker that has published one."""
-        found = {}
-        for worker in range(self._workers):
-            with contextlib.suppress(MalformedMessage):
-                found[worker] = parse_json(Status, self._get(f"status/{worker}"))
-        return found
-
-    def mark_lost(self, worker: int, *, left: bool = False) -> None:
-        """Mark ``worker`` as inactive permanently; ``left`` if it has shut down gracefully.
-
-        Unless this worker was marked before: the others have continued without it.
-        """
-        with self._reading, _SUPPRESSED:
-            self._membership.end(worker, left=left)
-
-    def mark_fallback(self, worker: int, last: int) -> None:
-        """Mark that ``worker`` continues without the generator. No process can rejoin afterwards.
-
-        ``last`` is the last group that it has completed; it joins no later one.
-        """
-        self._set(f"fallback/{worker}", str(last))
-        self.mark_lost(self._workers)
-
-    def fallbacks(self, workers: Iterable[int]) -> dict[int, int]:
-        """Return the last group of each of ``workers`` that continues without the generator."""
-        found = {}
-        for worker in workers:
-            with contextlib.suppress(ValueError):
-                found[worker] = int(self._get(f"fallback/{worker}"))
-        return found
-
-    def lost(self) -> set[int]:
-        """Return the workers that are permanently inactive."""
-        with self._reading, _SUPPRESSED:
-            self._membership.synchronize()
-        return set(range(self._workers)).difference(members(self._membership.log.view))
-
-    def has_left(self, worker: int) -> bool:
-        """Whether ``worker`` has shut down gracefully."""
-        return worker in self._membership.log.left
-
-    def _set(self, key: str, value: str) -> None:
-        # Groups with open connections do not need the store.
-        with _SUPPRESSED:
-            self._store.set(f"{self._room}/{key}", value)
-
-    def _get(self, key: str) -> str:
-        with _SUPPRESSED:
-            if self._store.has(f"{self._room}/{key}"):
-                return self._store.get(f"{self._room}/{key}", _READ_S)
-        return ""
-
-
-class StaticClient:
-    """Averages with the groups of a schedule known to all workers. Not thread-safe.
-
-    Lost workers are left out. Workers learn of losses from the status table. It also shows which
-    workers synchronize, and so make no step, and which are past a step that others could not
-    complete; groups run without both.
-
-    A worker is lost after ``timeout`` seconds without a status change, or if it is in ``lost``.
-    With ``everyone`` all workers are one group in each step, instead of the static schedule.
-    ``is_running`` returns whether the process of a silent worker is known to run. ``name`` returns
-    the name of a worker in messages.
-
-    Attributes:
-        fallback: None; there is no generator that could be lost.
-        lost_peers: the workers that this worker knows to be lost or to have left.
-        silent: those of them that were silent while all others synchronized.
-        excluded, must_fetch, stale, copies_state: False; see `Client`.
-        on_lost: called with each worker that is lost.
-        watch: called while it waits; may raise.
-    """
-
-    def __init__(
-        self,
-        worker: int,
-        layout: Layout,
-        timeout: float,
-        table: StatusTable,
-        *,
-        everyone: bool = False,
-        lost: Collection[int] = (),
-        is_running: Callable[[int], bool] = lambda _: False,
-        name: Callable[[int], str] = "rank {}".format,
-    ) -> None:
-        self._worker, self._layout, self._timeout = worker, layout, timeout
-        self._name, self._me = name, name(worker)
-        self._table, self._everyone, self._is_running = table, everyone, is_running
-        self._others = set(range(layout.workers)) - {worker}
-        self._status, self._published = Status(), Status()
-        self._published_at = self._checked_at = time.monotonic()
-        self._statuses: dict[int, Status] = {}
-        self._connections: dict[tuple[int, ...], int] = {}  # by members: their first group's number
-        self.fallback: str | None = None
-        self.lost_peers = set(lost)
-        self.silent: set[int] = set()
-        self.excluded = self.must_fetch = self.stale = self.copies_state = False
-        self.watch: Callable[[], None] = lambda: None
-        self.on_lost: Callable[[int], None] = lambda _: None
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that it has made."""
-        return self._status.steps
-
-    def step(self, reducer: Reducer) -> None:
-        """Average with this step's group."""
-        step = self.steps
-        group: Collection[int] = range(self._layout.workers)
-        keep = True
-        if not self._everyone:
-            group = group_of(self._layout, self._worker, step)
-            # With an odd number of hosts each cycle has other pairs: too many connections to keep.
-            keep = step % PHASES != 2 or len(self._layout.hosts) % 2 == 0
-        self._average(group, reducer, 2 * step + 2, keep=keep)
-        self._status = self._status._replace(steps=step + 1)
-        if time.monotonic() - self._published_at >= _PUBLISH_S:
-            self._publish()
-
-    def synchronize(self, reducer: Reducer) -> None:
-        """Average with all active workers, once all of them have called this.
-
-        Raises PeerError if no other worker is active, and not all have left gracefully after a mean
-        with this one; a live worker does not call this; or the store is down.
-        """
-        self._status = self._status._replace(synchronizing=True)
-        self._await_all()
-        # All statuses are published before any worker continues.
-        known = [s.steps for worker, s in self._statuses.items() if worker not in self.lost_peers]
-        last = max(self.steps, *known, 0)
-        self._average(range(self._layout.workers), reducer, 2 * last + 1, keep=False)
-        reducer.close()
-        self._connections.clear()
-        self._status = Status(self._status.rounds + 1, False, last + 1, self._status.failed)
-        self._publish()
-        if self._worker in self.lost_peers:
-            text = f"the others have continued without {self._me}"
-            raise PeerError(isolation_text(self._me, text))
-        if self._others and self._others <= self.lost_peers and self._have_another_model():
-            silent = f"gave no sign for {self._timeout:g} s"
-            names = "; ".join(
-                f"{self._name(each)} {silent if each in self.silent else 'was lost or has left'}"
-                for each in sorted(self._others)
-            )
-            raise PeerError(isolation_text(self._me, names))
-
-    def _have_another_model(self) -> bool:
-        """Whether an inactive worker was lost, or left after a synchronization without this one."""
-        rounds = self._status.rounds
-        return not all(map(self._table.has_left, self._others)) or any(
-            self._statuses.get(w, Status()).rounds >= rounds for w in self._others
-        )
-
-    def leave(self, *, failed: bool = False) -> None:
-        """Publish that this worker has left; ``failed`` if an exception ends it."""
-        self._status = self._status._replace(synchronizing=True)  # it makes no more steps
-        self._publish()
-        self._table.mark_lost(self._worker, left=not failed)
-
-    def _average(
-        self, group: Collection[int], reducer: Reducer, number: int, *, keep: bool
-    ) -> None:
-        """Average with the available members of a group; ``keep`` its connections for the next."""
-        while True:
-            members = tuple(sorted(set(group) - self._unavailable() | {self._worker}))
-            if len(members) == 1 or self._worker in self.lost_peers:
-                return
-            first = self._connections.setdefault(members, number)
-            run = Run(number, 0, members, NO_INITIATOR)
-            arrival = functools.partial(self._arrival, members)
-            lost = reducer.average(run, STATIC_CONNECTIONS + first, arrival)
-            if lost is None and keep:
-                return
-            del self._connections[members]
-            reducer.close([STATIC_CONNECTIONS + first])
-            if lost is None or not self._should_retry(members, lost, first, number):
-                return
-
-    def _should_retry(self, members: tuple[int, ...], lost: int, first: int, number: int) -> bool:
-        """Determine why a group failed; return whether to try again."""
-        self._status = self._status._replace(failed=number)
-        self._publish()
-        self._refresh()
-        if self._worker in self.lost_peers:
-            _log.warning(
-                "%s: the others continue without this worker, which they could not reach; "
-                "it trains alone: start the job again from a checkpoint to have it take part",
-                self._me,
-            )
-            return False
-        if self._unavailable() & set(members):
-            return True
-        others = (self._statuses.get(w, Status()) for w in members if w != self._worker)
-        if first < number and any(status.failed >= first for status in others):
-            return True  # A member has closed the kept connections, and opens new ones.
-        if lost in (ABANDONED, self._worker):
-            return False
-        self._mark_lost(lost, "was lost in an average")
-        return True
-
-    def _mark_lost(self, worker: int, why: str) -> None:
-        name = self._name(worker)
-        _log.warning("%s: %s %s; groups continue without it", self._me, name, why)
-        self._add_lost({worker})
-        self._table.mark_lost(worker)
-
-    def _add_lost(self, workers: Collection[int]) -> None:
-        for worker in sorted(set(workers) - self.lost_peers):
-            self.lost_peers.add(worker)
-            self.on_lost(worker)
-            stream.happened("left", (worker,))
-
-    def _unavailable(self) -> set[int]:
-        """Return the workers that do not take part in this worker's current or next group."""
-        own = self._status
-        values = 1 if own.synchronizing else 3  # the numbers of steps may differ then
-        past = {w for w, status in self._statuses.items() if status[:values] > own[:values]}
-        return (self.lost_peers | past) - {self._worker}
-
-    def _arrival(self, members: Collection[int]) -> Arrival:
-        now = time.monotonic()
-        if now - self._checked_at >= _REFRESH_S:
-            self._checked_at = now
-            if self._published != self._status:
-                self._publish()
-            self._refresh()
-        if self._worker in self.lost_peers:
-            return Arrival.IMPOSSIBLE
-        unavailable = self._unavailable() & set(members)
-        if not unavailable:
-            return Arrival.POSSIBLE
-        never = any(map(self._stops_earlier, unavailable))
-        return Arrival.IMPOSSIBLE if never else Arrival.DEPARTED
-
-    def _stops_earlier(self, worker: int) -> bool:
-        """Whether ``worker`` synchronizes, after no more steps than this worker has made."""
-        own, status = self._status, self._statuses.get(worker)
-        if status is None or own.synchronizing or not status.synchronizing:
-            return False
-        return status.rounds == own.rounds and status.steps <= own.steps
-
-    def _refresh(self) -> None:
-        self._statuses = self._table.statuses()
-        self._add_lost(self._table.lost())
-
-    def _publish(self) -> None:
-        self._published, self._published_at = self._status, time.monotonic()
-        self._table.publish(self._worker, self._status)
-
-    def _await_all(self) -> None:
-        """Wait until all active workers synchronize; silent dead ones are lost."""
-        self._publish()
-        wait = WaitLog(self._me, SYNC_CALL, time.monotonic)
-        # The last status of each worker, and when it was first seen.
-        since: dict[int, tuple[Status | None, float]] = {}
-        while True:
-            self.watch()
-            self._refresh()
-            if self._worker in self.lost_peers:
-                return
-            if self._worker not in self._statuses:
-                raise PeerError(
-                    isolation_text(
-                        self._me,
-                        "the rendezvous store is down (with rank 0, or the launcher), so peers "
-                        "cannot be found",
-                    )
-                )
-            missing = self._not_synchronizing(since)
-            if not missing:
-                return
-            wait.check(", ".join(map(self._name, missing)), self._timeout)
-            time.sleep(_SYNC_CHECK_S)
-
-    def _not_synchronizing(self, since: dict[int, tuple[Status | None, float]]) -> list[int]:
-        """Return the active workers that do not synchronize yet; mark silent dead ones as lost."""
-        now, missing = time.monotonic(), []
-        for worker in sorted(self._others - self.lost_peers):
-            status = self._statuses.get(worker)
-            if status is not None and status[:2] >= self._status[:2]:
-                continue
-            missing.append(worker)
-            if worker not in since or since[worker][0] != status:
-                since[worker] = status, now
-            elif now - since[worker][1] > self._timeout:
-                if self._is_running(worker):
-                    since[worker] = status, now
-                    continue
-                self.silent.add(worker)
-                self._mark_lost(worker, f"has given no sign for {self._timeout:g} s")
-        return missing
-
-
-# -- with the generator -------------------------------------------------------------------
 
 
 class GeneratorLost(Exception):
@@ -556,7 +169,13 @@ class Client:
     timeout. ``table`` and ``is_running`` (whether a worker's process is known to run) are used
     without a generator. ``name`` returns the name of a worker in messages.
 
+    Meanwhile ``search`` finds the next generator, which one of the workers starts; None: there is
+    none. This worker connects to it in a thread, and follows it from its next step on.
+    ``generation`` is the incarnation of the generator. ``record`` logs an event with its text.
+
     Attributes:
+        mailbox: its connection to the generator, which the caller closes.
+        on_generation: called with the incarnation of a generator before its first group.
         fallback: why groups are made without the generator; None if they are not.
         excluded: whether groups have continued without this worker since it last synchronized, or
             copied a peer's state.
@@ -581,11 +200,20 @@ class Client:
         table: StatusTable,
         is_running: Callable[[int], bool] = lambda _: False,
         name: Callable[[int], str] = "rank {}".format,
+        *,
+        search: GeneratorSearch | None = None,
+        generation: int = 0,
+        record: Callable[[str, str], None] | None = None,
     ) -> None:
+        self.mailbox = mailbox
         self._connection = GeneratorConnection(mailbox, name(worker), generator, timeout)
+        self._generator, self._search, self._generation = generator, search, generation
+        self._renewed = 0  # the last argument of `on_generation`
+        self.on_generation: Callable[[int], None] = lambda _: None
         self._worker, self._name, self._me = worker, name, name(worker)
         self._layout, self._rules, self._timeout = layout, rules, timeout
         self._table, self._is_running = table, is_running
+        self._record = record or functools.partial(log_event, rank=worker)
         self._member = Member(worker, rules)
         self._synchronizes = self._joins = False
         self._requests = self._waiting_since = 0
@@ -619,8 +247,7 @@ class Client:
 
     def step(self, reducer: Reducer) -> None:
         """Take part in groups until the next step may begin."""
-        if not self._follow_generator(reducer, synchronize=False) and self._static is not None:
-            self._static.step(reducer)
+        self._take_part(reducer, synchronize=False)
 
     def synchronize(self, reducer: Reducer) -> None:
         """Average with all active workers, once all of them have called this.
@@ -629,9 +256,7 @@ class Client:
         left out. Afterwards all have the same parameters. Raises PeerError if the mean is of this
         worker alone, and others have another model.
         """
-        if not self._follow_generator(reducer, synchronize=True):
-            assert self._static is not None
-            self._static.synchronize(reducer)
+        if not self._take_part(reducer, synchronize=True):
             return
         # Others have no other model if all have died or left, none after one without this worker.
         alive = set(self._inactive.values()) - {Reason.DIED, Reason.LEFT}
@@ -644,6 +269,8 @@ class Client:
 
     def leave(self, *, failed: bool = False) -> None:
         """Publish that this worker has left, if there is no generator that detects it."""
+        if self._search is not None:
+            self._search.stop()
         if self._static is not None:
             self._static.leave(failed=failed)
 
@@ -658,6 +285,7 @@ class Client:
         """
         self._joins, self.excluded, self.stale, self._missed = join, False, False, False
         lost = -1
+        self._renew()
         self._fetching = True
         try:
             while True:
@@ -775,10 +403,28 @@ class Client:
 
     # -- groups ---------------------------------------------------------------------------
 
-    def _follow_generator(self, reducer: Reducer, *, synchronize: bool) -> bool:
-        """Request a group and average; return False without a generator and without an average."""
-        if self._static is not None:
+    def _take_part(self, reducer: Reducer, *, synchronize: bool) -> bool:
+        """Average with the groups of a step, or with all; return whether a generator made them."""
+        newer = 0
+        while not self._follow_generator(reducer, synchronize=synchronize, newer=newer):
+            static = self._static
+            assert static is not None, "without a generator groups follow the schedule"
+            try:
+                static.synchronize(reducer) if synchronize else static.step(reducer)
+            except GeneratorIsBack:
+                newer = self._generation + 1
+                continue
             return False
+        return True
+
+    def _follow_generator(self, reducer: Reducer, *, synchronize: bool, newer: int) -> bool:
+        """Request a group and average; return False without a generator and without an average.
+
+        ``newer`` is an incarnation of the generator that others have already, or 0.
+        """
+        if self._static is not None and not self._return(reducer, newer):
+            return False
+        self._renew()
         self._synchronizes = synchronize
         try:
             self._request()
@@ -862,7 +508,8 @@ class Client:
         if not self._connection.lost:
             return Arrival.POSSIBLE
         # A worker that falls back abandons its group.
-        lasts = self._table.fallbacks(set(run.members) - {self._worker}).values()
+        others = set(run.members) - {self._worker}
+        lasts = self._table.fallbacks(others, self._generation).values()
         return Arrival.IMPOSSIBLE if any(last < run.number for last in lasts) else Arrival.DEPARTED
 
     def _supersedes(self, message: Any, run: Run) -> bool:
@@ -874,21 +521,83 @@ class Client:
     def _fall_back(self, why: str, reducer: Reducer) -> None:
         self.fallback = why
         reducer.close()
-        everyone = self._rules.whole
         self._handle_received()
-        self._table.mark_fallback(self._worker, self._member.last)
+        self._table.mark_fallback(self._worker, self._member.last, self._generation)
         for worker, reason in self._inactive.items():
             # The other workers may not have detected the loss.
             self._table.mark_lost(worker, left=reason == Reason.LEFT)
+        self._make_static(self._inactive)
+        if self._search is not None:
+            self._search.begin(self._generation)
+        how = "contain all workers" if self._rules.whole else "follow the static schedule"
+        until = "from now on"
+        if self._search is not None:
+            until = "until a worker has started another one"
+        self._record(
+            "generator-lost",
+            f"{self._me}: the group generator is gone ({why}); groups {how} {until}",
+        )
+
+    def _make_static(self, lost: Collection[int]) -> None:
         self._static = StaticClient(
             self._worker, self._layout, self._timeout, self._table,
-            everyone=everyone, lost=self._inactive, is_running=self._is_running,
-            name=self._name,
+            everyone=self._rules.whole, lost=lost, is_running=self._is_running,
+            name=self._name, generation=None if self._search is None else self._generation,
         )  # fmt: skip
         self._static.on_lost, self._static.watch = self.on_lost, self._connection.watch
-        _log.warning(
-            "%s: the group generator is gone (%s); groups %s from now on",
-            self._me,
-            why,
-            "contain all workers" if everyone else "follow the static schedule",
+
+    def _renew(self) -> None:
+        if self._renewed != self._generation:
+            self._renewed = self._generation
+            self.on_generation(self._generation)
+
+    # -- the next generator ---------------------------------------------------------------
+
+    def _return(self, reducer: Reducer, newer: int) -> bool:
+        """Follow the next generator, if there is one; return whether this worker does.
+
+        If others have it already, this worker waits for its own connection.
+        """
+        search, static = self._search, self._static
+        if search is None or static is None:
+            return False
+        deadline = time.monotonic() + CONNECT_S
+        found = search.take()
+        while found is None and search.runs and time.monotonic() < deadline:
+            started = search.number % 2 == 0 and search.number // 2 > static.newer
+            if not started and search.number // 2 >= newer:
+                break
+            self._connection.watch()
+            time.sleep(_SEARCH_S)
+            found = search.take()
+        if found is not None:
+            self._adopt_generator(found, search.number // 2, reducer)
+            return True
+        if search.number % 2 and search.number // 2 > self._generation:
+            # It has ended before this worker was connected; the others begin again too.
+            self._generation = search.number // 2
+            reducer.close()
+            self._make_static(static.lost_peers)
+            self._renew()
+        else:
+            static.newer = max(static.newer, search.number // 2, newer)
+        return False
+
+    def _adopt_generator(self, mailbox: Mailbox, generation: int, reducer: Reducer) -> None:
+        static, watch, former = self._static, self._connection.watch, self.mailbox
+        assert static is not None
+        static.found_generator(generation)
+        reducer.close()
+        former.abandon()
+        self.mailbox, self._generation = mailbox, generation
+        self._connection = GeneratorConnection(mailbox, self._me, self._generator, self._timeout)
+        self._connection.watch = watch
+        self._member, self._requests = Member(self._worker, self._rules), 0
+        self._inactive = dict.fromkeys(static.lost_peers - {self._worker}, Reason.DIED)
+        self._unserved.clear()
+        self._static, self.fallback = None, None
+        self._record(
+            "generator-started",
+            f"{self._me}: another group generator was started: groups are its own again, and "
+            "workers can rejoin",
         )

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
-from wingbeat.methods.model_averaging.client import ABANDONED, NO_INITIATOR, Arrival
 from wingbeat.methods.model_averaging.generator import Run
+from wingbeat.methods.model_averaging.static_client import ABANDONED, NO_INITIATOR, Arrival
 from wingbeat.schema import (
     Length,
     MalformedMessage,
@@ -150,6 +150,16 @@ class Close(NamedTuple):
     connections: tuple[Word, ...]
 
 
+class Renew(NamedTuple):
+    """Leader: connection ids are those of another generator.
+
+    Attributes:
+        generation: its incarnation.
+    """
+
+    generation: Word
+
+
 class End(NamedTuple):
     """Leader: the call has ended.
 
@@ -185,7 +195,7 @@ class Alive(NamedTuple):
 MESSAGES = Messages(
     {
         1: Begin, 2: Average, 3: Receive, 4: Send, 5: Stop, 6: Result, 7: Close, 8: End, 9: Raised,
-        10: Alive,
+        10: Alive, 11: Renew,
     }
 )  # fmt: skip
 
@@ -354,6 +364,9 @@ class Attempts(Protocol):
     def apply(self) -> None:
         """Replace the buffer by the average of a successful attempt."""
 
+    def renew(self, generation: int) -> None:
+        """Count connection ids from 0 again."""
+
     def publish_cause(self, connection: int, member: int) -> None:
         """Tell the peers in this column that the group fails because of ``member``."""
 
@@ -441,6 +454,11 @@ class Leader:
         if ids != ():
             self._channel.tell(Close(ids is None, ids or ()))
         self._reducer.close(ids)
+
+    def renew(self, generation: int) -> None:
+        """Count connection ids from 0 again in all columns; as `GroupAllReduce.renew`."""
+        self._channel.tell(Renew(generation))
+        self._reducer.renew(generation)
 
     def send(self, receiver: int, connection: int) -> None:
         """Have the others send their parts of the state."""
@@ -574,6 +592,8 @@ class Follower:
                         state = self._receive(receive, sender, connection)
                     case Send(receiver, connection):
                         self.on_fetch(receiver, connection)
+                    case Renew(generation):
+                        self._reducer.renew(generation)
                     case Stop():  # sent before the leader had this rank's result
                         pass
                     case _:

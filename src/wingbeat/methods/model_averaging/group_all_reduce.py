@@ -12,7 +12,8 @@ import torch
 
 from wingbeat.collectives import Collectives, Encoded, WireFormat, encoded_of
 from wingbeat.errors import PeerError
-from wingbeat.methods.model_averaging.client import ABANDONED, Arrival
+from wingbeat.methods.model_averaging.generator import ID_LIMIT
+from wingbeat.methods.model_averaging.static_client import ABANDONED, Arrival
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.failures import FailureAttribution
 from wingbeat.transport.link import group_prefix
@@ -120,6 +121,7 @@ class GroupAllReduce:
     buffer, is the epoch of connection id 0 in the world.
 
     Attributes:
+        first: the epoch of connection id 0 of the present generator.
         part: the part of the buffer that is averaged; initially all of it.
         weight: this worker's in the next averages; None: all have the same. All members of a group
             have one or none.
@@ -136,7 +138,8 @@ class GroupAllReduce:
         *,
         first: int = 0,
     ) -> None:
-        self._world, self._buffer, self._first = world, buffer, first
+        self._world, self._buffer = world, buffer
+        self.first = self._base = first
         self.compression = compression or ModelCompression()
         self.uncompressed = False
         self.weight: float | None = None
@@ -168,7 +171,7 @@ class GroupAllReduce:
             self.members, self._begun_ns = run.members, 0
             return None
         if connection not in self._open:
-            group = Group(run.members, epoch=self._first + connection)
+            group = Group(run.members, epoch=self.first + connection)
             inner = self._world.open_group(group)
             self._open[connection] = group, inner, Collectives(inner)
         collectives = self._open[connection][2]
@@ -230,6 +233,11 @@ class GroupAllReduce:
         if connection in self._open:
             group, inner, _ = self._open[connection]
             self._attribution(group, inner).publish_wait(self._world.ranks[member])
+
+    def renew(self, generation: int) -> None:
+        """Count connection ids from 0 again: those of another incarnation of the generator."""
+        self.close()
+        self.first = self._base + generation * ID_LIMIT
 
     def close(self, connections: Iterable[int] | None = None) -> None:
         """Close the connections with these ids; all if None."""

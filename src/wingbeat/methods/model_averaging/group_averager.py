@@ -9,17 +9,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 
 from wingbeat.errors import PeerError, UsageError, WingbeatError
-from wingbeat.methods.model_averaging.client import Client, StaticClient, StatusTable
+from wingbeat.methods.model_averaging.client import Client
 from wingbeat.methods.model_averaging.followers import Call, Channel, Follower, Leader
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce, ModelCompression
 from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
+from wingbeat.methods.model_averaging.static_client import StaticClient, StatusTable
 from wingbeat.observe.meter import Cell, Section
 from wingbeat.transport import failures, graceful_shutdown
 from wingbeat.transport.graceful_shutdown import departures_of
@@ -29,7 +31,6 @@ from wingbeat.types import SERIES, Group, Span
 
 if TYPE_CHECKING:
     from wingbeat.transport.link import Link
-    from wingbeat.transport.messages.mailbox import Mailbox
     from wingbeat.transport.world import World
 
 _log = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def _receive(link: Link, peer: int, tensor: torch.Tensor, timeout: float) -> Non
 
 
 class GroupSession:
-    """Connects a flat buffer to the groups that average it. Rank 0 starts the generator.
+    """Connects a flat buffer to the groups that average it. Rank 0 starts the first generator.
 
     All workers make a session at the same time, or when they were restarted. The buffer has all
     parameters: flat, contiguous, on the CPU. ``rules`` are the same on all workers; None selects
@@ -186,10 +187,9 @@ class GroupSession:
         self._limit = _STATE_FACTOR * buffer.numel() * buffer.element_size() + _STATE_EXTRA
         self._sender = StateSender(world)
         self._service: Service | None = None
-        self._mailbox: Mailbox | None = None
         serial = next_serial(world)
-        self._first, room = (serial - 1) * SERIES, f"groups{serial}"
-        self.reducer = GroupAllReduce(world, buffer, compression, first=self._first)
+        room, self._closed = f"groups{serial}", False
+        self.reducer = GroupAllReduce(world, buffer, compression, first=(serial - 1) * SERIES)
         self._leader: Leader | None = None
         self._channel: Channel | None = None
         self.client: Client | StaticClient | Follower
@@ -232,6 +232,7 @@ class GroupSession:
         """Connect to the generator, which rank 0 starts."""
         world, departures = self._world, self._departures
         names = world.interfaces or tuple(link.name for link in world.links)
+        hosted = world.host_service is not None
         config = GeneratorConfig(
             room=room,
             host_of=world.layout.host_of,
@@ -240,16 +241,16 @@ class GroupSession:
             timeout=world.timeout,
             rules=rules,
             seed=seed,
-            hosted=world.host_service is not None,
+            started_by=-1 if hosted else world.rank,
             ranks=world.members,
         )
         try:
             if world.rank == 0 and not world.returned:
-                own = ThreadService if world.threads else ProcessService
-                self._service = (world.host_service or own)(config, world.store)
-            self._mailbox, client = config.client(
-                world.store, world.rank, world.returned, self._is_running, world.name_of
-            )
+                self._start_generator(config, 0)
+            client = config.client(
+                world.store, world.rank, world.returned, self._is_running, world.name_of,
+                functools.partial(self._start_generator, config),
+            )  # fmt: skip
         except BaseException as error:
             self._end_service(kill=True)
             if isinstance(error, OSError) and not isinstance(error, WingbeatError):
@@ -258,10 +259,20 @@ class GroupSession:
                 ) from None
             raise
         client.on_fetch = self._send_state
+        client.on_generation = (self._leader or self.reducer).renew
         client.on_lost, client.on_back = departures.lost, departures.back
         if self._leader is not None:
             client.set_watch(self._leader.watch)
         return client
+
+    def _start_generator(self, config: GeneratorConfig, incarnation: int) -> None:
+        """Start the generator in the background; the search for one calls it in a thread."""
+        self._end_service(kill=True)
+        start = ThreadService if self._world.threads else ProcessService
+        config = replace(config, incarnation=incarnation)
+        self._service = (self._world.host_service or start)(config, self._world.store)
+        if self._closed:
+            self._end_service(kill=True)
 
     def _is_running(self, worker: int) -> bool:
         return failures.is_alive(self._world.store, self._world.ranks[worker])
@@ -316,27 +327,28 @@ class GroupSession:
     def _receive(
         self, sender: int, connection: int, is_active: Callable[[], bool]
     ) -> bytearray | None:
-        connection += self._first
+        connection += self.reducer.first
         return receive_state(self._world, sender, connection, self._limit, is_active)
 
     def _send_state(self, receiver: int, connection: int) -> None:
         if self._leader is not None:
             self._leader.send(receiver, connection)
         state = None if self.snapshot is None else self.snapshot()
-        self._sender.send(receiver, self._first + connection, state)
+        self._sender.send(receiver, self.reducer.first + connection, state)
 
     def close(self) -> None:
         """Leave. The generator ends when all workers have left."""
+        self._closed = True
         self._sender.close()
         self.client.leave(failed=graceful_shutdown.is_failing())
         self.reducer.close()
         kill = graceful_shutdown.is_failing() or self.client.fallback is not None
-        if self._mailbox is not None:
+        if isinstance(self.client, Client):
             if kill:
-                self._mailbox.abandon()
+                self.client.mailbox.abandon()
             else:
                 with contextlib.suppress(PeerError):  # the generator may have died just now
-                    self._mailbox.close()
+                    self.client.mailbox.close()
             self._end_service(kill)
         if self._channel is not None:
             self._channel.close(quick=graceful_shutdown.is_failing())

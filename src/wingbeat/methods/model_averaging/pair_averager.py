@@ -21,7 +21,6 @@ import torch
 
 from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.errors import MismatchError, PeerError, UsageError, WingbeatError
-from wingbeat.methods.model_averaging.client import SYNC_CALL, StaticClient, StatusTable
 from wingbeat.methods.model_averaging.generator import ProtocolError
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce
 from wingbeat.methods.model_averaging.group_averager import next_serial
@@ -36,6 +35,7 @@ from wingbeat.methods.model_averaging.pair_machine import (
     is_active,
     partners,
 )
+from wingbeat.methods.model_averaging.static_client import SYNC_CALL, StaticClient, StatusTable
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.observe.meter import Cell, Section
 from wingbeat.schema import MalformedMessage

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from wingbeat.errors import PeerError, RendezvousError, UsageError
-from wingbeat.methods.model_averaging.client import Client, StatusTable
+from wingbeat.methods.model_averaging.client import CONNECT_S, Client
 from wingbeat.methods.model_averaging.generator import (
     ID_LIMIT,
     MESSAGES,
@@ -33,10 +35,13 @@ from wingbeat.methods.model_averaging.generator import (
     Synchronize,
 )
 from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.static_client import StatusTable
+from wingbeat.methods.model_averaging.succession import START_S, GeneratorSearch
+from wingbeat.observe.log import log_event
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport.actor import Actor
 from wingbeat.transport.detector import Deadlines, Failure
-from wingbeat.transport.membership import MembershipClient
+from wingbeat.transport.membership import MembershipChange, MembershipClient, members
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import Limits, Message
 from wingbeat.transport.messages.mailbox import Mailbox
@@ -134,6 +139,7 @@ class _Worker:
     probed: bool = False
     fetching: bool = False  # has no complete state to send
     synchronizing: bool = False  # the group of all workers is not done
+    expected: bool = False  # was connected to the generator before this one, and is not to this one
 
 
 # -- the service --------------------------------------------------------------------------
@@ -144,7 +150,13 @@ class GroupService(Actor):
 
     The mailbox is connected to all workers, numbered by rank. ``first`` is the timeout of a step in
     seconds while its worker's usual one is unknown, ``least`` the lower bound of others.
-    ``membership`` has the restarted workers; None if there are none. ``hosted``: not by rank 0.
+    ``membership`` has the restarted workers; None if there are none. ``started_by`` is the worker
+    whose process has started this one, and ends with it; -1: none.
+
+    A generator that replaces another one is not connected to any worker. ``expected`` are the
+    workers that continued without one, None for the first generator. They count as active for
+    `CONNECT_S`, in which they connect: groups of all workers wait for them. Any other worker copies
+    a state before it is in a group.
     """
 
     def __init__(
@@ -157,10 +169,12 @@ class GroupService(Actor):
         connections: ConnectionCache | None = None,
         clock: Callable[[], float] = time.monotonic,
         membership: MembershipClient | None = None,
-        hosted: bool = False,
+        started_by: int = -1,
+        incarnation: int = 0,
+        expected: Collection[int] | None = None,
     ) -> None:
         super().__init__(mailbox, MESSAGES, GeneratorConfig.me, clock=clock, workers=workers)
-        self._hosted = hosted
+        self._started_by, self._incarnation, self._expected = started_by, incarnation, expected
         self._generator, self._membership = generator, membership
         self._steps, self._first_s = Deadlines(least, first=first), first
         self._connections = connections or ConnectionCache(workers)
@@ -169,20 +183,37 @@ class GroupService(Actor):
         self._kept_alive_at = clock()
         for worker in range(workers):
             self._steps.start(worker, self._kept_alive_at)
+            if expected is not None:
+                self._workers[worker].expected = worker in expected
+                if worker not in expected:
+                    self._workers[worker].gone = True
+                    generator.remove(worker)
+        self._connect_by = self._kept_alive_at + CONNECT_S
 
     def work(self) -> None:
         """Connect to restarted workers, let no quorum wait, and end once no worker needs this."""
-        self._serve_fetches()
+        if self._membership is not None:
+            # If this process was suspended, workers may have continued without it.
+            if self._membership.log.view[-1] != 2 * self._incarnation:
+                self.closing = True
+                return
+            for change in self._membership.take_changes():
+                self._follow_log(change)
+        self._serve_fetches()  # also by a worker that has just connected
         for worker in self._generator.take_late(self.clock()):
             self._start(self._remove(worker))
-        fallback = False
-        if self._membership is not None:
-            for change in self._membership.take_changes():
-                if change.peer_info is not None and self._connect(change.worker, change.peer_info):
-                    self._membership.acknowledge(change.worker, change.incarnation)
-            # If this process was suspended, workers may have continued without it.
-            fallback = self._membership.log.view[-1] % 2 == 1
-        self.closing |= fallback or all(w.gone or w.silent for w in self._workers)
+        self.closing |= all(w.gone or w.silent for w in self._workers)
+
+    def _follow_log(self, change: MembershipChange) -> None:
+        worker = change.worker
+        if change.peer_info is not None:
+            if self._connect(worker, change.peer_info):
+                assert self._membership is not None
+                self._membership.acknowledge(worker, change.incarnation)
+        elif worker < len(self._workers) and self._workers[worker].expected:
+            assert self._membership is not None
+            if self._membership.log.view[worker] % 2:  # others have detected its end
+                self._remove_for_good(worker)
 
     def idle_s(self) -> float:
         """Return the seconds until the grace of a quorum ends, if that is sooner."""
@@ -190,9 +221,9 @@ class GroupService(Actor):
         return self.check_s if due is None else min(self.check_s, max(0.0, due - self.clock()))
 
     def leave(self) -> None:
-        """Remove rank 0 if it has exited; otherwise each of the others would have to detect it."""
-        if self.quick and not self._hosted and not self._workers[0].gone:
-            self._remove_for_good(0)
+        """Remove the worker that has exited; otherwise each other one would have to detect it."""
+        if self.quick and self._started_by >= 0 and not self._workers[self._started_by].gone:
+            self._remove_for_good(self._started_by)
 
     def handle(self, message: Message, record: Any) -> None:
         """Handle a worker's message."""
@@ -279,7 +310,7 @@ class GroupService(Actor):
                 continue
             del self._fetches[worker]
             self._handle_fetch(worker, self.clock(), join=fetch.join)
-            self._find_sender(worker, fetch.lost, asking)
+            self._find_sender(worker, fetch, asking)
 
     def _can_send(self, worker: int, asking: int | None) -> bool:
         waits = self._generator.is_waiting(worker) and not self._generator.unfinished(worker)
@@ -336,15 +367,15 @@ class GroupService(Actor):
                     due += self._remove(member)
                     break  # The others run the next epoch.
 
-    def _find_sender(self, receiver: int, lost: int, asking: int | None) -> None:
-        """Let an active worker send its state to ``receiver``; ``lost`` only without any other.
+    def _find_sender(self, receiver: int, fetch: FetchState, asking: int | None) -> None:
+        """Let an active worker send its state to ``receiver``; the lost one only without any other.
 
         A worker that copies a state itself has none to send.
         """
 
         def rank(worker: int) -> tuple[bool, ...]:
             ready = self._can_send(worker, asking)
-            return worker == lost, self._workers[worker].behind, not ready
+            return worker == fetch.lost, self._workers[worker].behind, not ready
 
         others = [each for each in self._others(receiver) if not self._workers[each].fetching]
         for sender in sorted(others, key=rank):
@@ -352,18 +383,26 @@ class GroupService(Actor):
             if self._send(sender, message):
                 self._send(receiver, message)
                 return
-        self._send(receiver, SendState(receiver, receiver, 0))
+        if any(state.expected for state in self._workers):
+            self._fetches[receiver] = fetch  # one that connects soon has a state
+        else:
+            self._send(receiver, SendState(receiver, receiver, 0))
 
     def _connect(self, worker: int, info: PeerInfo) -> bool:
         """Connect to a restarted worker. Its first request makes it active."""
-        self._workers[worker].returned = True
-        self._remove_for_good(worker)  # the loss of the old process may not be detected yet
+        expected = self._workers[worker].expected
+        if not expected:
+            self._workers[worker].returned = True
+            self._remove_for_good(worker)  # the loss of the old process may not be detected yet
         try:
             self.mailbox.join(worker, info)
         except UsageError:
             return False  # Its mailbox has other options. Its own wait times out.
         self.replaced(worker)
-        self._workers[worker] = _Worker(returned=True, behind=self._workers[worker].behind)
+        # Groups may have continued without a worker that this generator did not expect.
+        stale = self._expected is not None and not expected
+        behind = stale or self._workers[worker].behind
+        self._workers[worker] = _Worker(returned=not expected, behind=behind, stale=stale)
         self._send_inactive(worker)
         return True
 
@@ -381,7 +420,9 @@ class GroupService(Actor):
                 self._send_removed(worker, other)
 
     def _remove_for_good(self, worker: int) -> None:
-        self._workers[worker].gone, self._workers[worker].silent = True, False
+        state = self._workers[worker]
+        state.gone, state.silent, state.expected = True, False, False
+        self._fetches.pop(worker, None)
         self._start(self._remove(worker, gone=True))
 
     def _remove(self, worker: int, *, gone: bool = False) -> list[Run]:
@@ -407,16 +448,17 @@ class GroupService(Actor):
     def _reason(self, worker: int) -> Reason:
         if worker in self.mailbox.left:
             return Reason.LEFT
-        if worker in self.mailbox.unconnected():
-            return Reason.DIED
         state = self._workers[worker]
+        never = self._expected is not None and worker not in self.mailbox.peers
+        if never or worker in self.mailbox.unconnected():
+            return Reason.DIED
         if state.silent or state.stale:
             return Reason.SILENT
         return Reason.DIED if state.returned else Reason.LATE
 
     def _send(self, worker: int, message: Any) -> bool:
         """Send a message without blocking; return whether the worker can be sent anything."""
-        if self._workers[worker].gone:
+        if self._workers[worker].gone or self._workers[worker].expected:
             return False
         kind, ids, payload = MESSAGES.pack(message)
         try:
@@ -428,6 +470,11 @@ class GroupService(Actor):
     def check(self, now: float) -> None:
         """Remove failed workers, and those whose step has timed out while others wait for it."""
         self._check_failures()
+        if now > self._connect_by:
+            self._connect_by = math.inf
+            for worker, state in enumerate(self._workers):
+                if state.expected:
+                    self._remove_for_good(worker)
         for worker, state in enumerate(self._workers):
             if self._generator.is_awaited(worker) and self._steps.is_overdue(worker, now):
                 self._start(self._remove(worker))
@@ -477,8 +524,9 @@ class GeneratorConfig:
         silence: seconds without a message after which an awaited peer is dead.
         least: lower bound of the adaptive timeout of a step, in seconds.
         capacity: groups whose connections a worker keeps open.
-        hosted: whether `wingbeat store` has started it, so that rank 0 may rejoin too.
+        started_by: the worker whose process has started it, and ends with it; -1: `wingbeat store`.
         ranks: the rank of each worker's process in the job, for messages; empty: its number.
+        incarnation: above 0 for a generator that replaces one that has ended.
     """
 
     module: ClassVar[str] = "wingbeat.methods.model_averaging"
@@ -495,8 +543,9 @@ class GeneratorConfig:
     silence: float = SILENCE_S
     least: float = MIN_TIMEOUT_S
     capacity: int = CAPACITY
-    hosted: bool = False
+    started_by: int = -1
     ranks: tuple[int, ...] = ()
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         """Raise UsageError if groups would run in the middle of steps."""
@@ -518,8 +567,13 @@ class GeneratorConfig:
     def connect(self, store: Store) -> Callable[[Callable[[], bool]], None]:
         """Connect to all workers; return a function that serves them while its argument is true."""
         workers = self.workers
-        mailbox = self._open(store, workers, range(workers))
         membership = self._membership(store, workers)
+        expected: tuple[int, ...] | None = None
+        if self.incarnation:
+            mailbox = self._replace(store, membership)
+            expected = tuple(w for w in members(membership.log.view) if w < workers)
+        else:
+            mailbox = self._open(store, workers, range(workers))
 
         def serve(parent: Callable[[], bool]) -> None:
             service = GroupService(
@@ -530,7 +584,9 @@ class GeneratorConfig:
                 self.least,
                 ConnectionCache(workers, self.capacity),
                 membership=membership,
-                hosted=self.hosted,
+                started_by=self.started_by,
+                incarnation=self.incarnation,
+                expected=expected,
             )
             membership.start(mailbox.interrupter())
             try:
@@ -540,6 +596,14 @@ class GeneratorConfig:
 
         return serve
 
+    def _replace(self, store: Store, membership: MembershipClient) -> Mailbox:
+        """Open the mailbox of a further generator; workers connect to it by the membership log."""
+
+        def announce(seconds: float) -> dict[int, int]:
+            return membership.announce(self.incarnation, seconds, [])
+
+        return self._open(store, self.workers, [], self.incarnation, announce)
+
     def client(
         self,
         store: AtomicStore,
@@ -547,38 +611,51 @@ class GeneratorConfig:
         returned: bool = False,
         is_running: Callable[[int], bool] = lambda _: False,
         name: Callable[[int], str] = "rank {}".format,
-    ) -> tuple[Mailbox, Client]:
-        """Connect a worker to the generator. The caller closes the mailbox.
+        start: Callable[[int], None] | None = None,
+    ) -> Client:
+        """Connect a worker to the generator. The caller closes the client's mailbox.
 
-        Raises RendezvousError if the generator did not connect, or is dead.
+        ``start`` starts an incarnation of the generator, after one has ended; None: there is no
+        other one. Raises RendezvousError if the generator did not connect, or is dead.
         """
         generator = self.workers
+        layout, table = Layout(self.host_of), StatusTable(store, self.room, self.workers, rank)
+        search, incarnation = None, 0
+        if start is not None:
+            reconnect = functools.partial(self._reconnect, store, rank)
+            search = GeneratorSearch(table, reconnect, start, self._name(rank))
         if not returned:
             mailbox = self._open(store, rank, [generator])
-        elif rank == 0 and not self.hosted:
-            raise RendezvousError(
-                f"{self._name(rank)}: cannot rejoin: the group generator has ended with the "
-                "process before this one, which had started it; start all workers again from a "
-                "checkpoint"
-            )
         else:
-            membership = self._membership(store, rank)
-            incarnation = membership.next_incarnation()
+            assert search is not None, "a worker that rejoins may start the generator"
+            found, incarnation = search.find(self.timeout), search.number // 2
+            if found is None:
+                raise RendezvousError(
+                    f"{self._name(rank)}: cannot rejoin: there was no group generator for "
+                    f"{self.timeout:g} s; start all workers again from a checkpoint"
+                )
+            mailbox = found
+        return Client(
+            mailbox, rank, generator, layout, self.rules, self.timeout, table, is_running, name,
+            search=search, generation=incarnation,
+            record=functools.partial(log_event, rank=self.ranks[rank] if self.ranks else rank),
+        )  # fmt: skip
 
-            def announce(timeout: float) -> dict[int, int]:
-                found = membership.announce(incarnation, timeout, [generator])
-                if not found:
-                    raise RendezvousError(
-                        f"{self._name(rank)}: cannot rejoin: the group generator has died, and the "
-                        "others continue without one; start all workers again from a checkpoint"
-                    )
-                return found
+    def _reconnect(self, store: AtomicStore, rank: int, generator: int) -> Mailbox:
+        """Connect a worker to an incarnation of the generator, as a new incarnation of its own.
 
-            mailbox = self._open(store, rank, [generator], incarnation, announce)
-        layout, table = Layout(self.host_of), StatusTable(store, self.room, self.workers, rank)
-        return mailbox, Client(
-            mailbox, rank, generator, layout, self.rules, self.timeout, table, is_running, name
-        )
+        Raises RendezvousError if it has ended, or did not accept this worker in time.
+        """
+        membership = self._membership(store, rank)
+        incarnation = membership.next_incarnation()
+
+        def announce(timeout: float) -> dict[int, int]:
+            found = membership.announce(incarnation, min(timeout, START_S), [self.workers])
+            if found != {self.workers: generator}:
+                raise RendezvousError(f"{self._name(self.workers)} has ended")
+            return found
+
+        return self._open(store, rank, [self.workers], incarnation, announce)
 
     def _name(self, member: int) -> str:
         if member == self.workers:

@@ -35,6 +35,15 @@ class RequestError(Exception):
     """A server cannot perform a request. The text names the sender and the reason."""
 
 
+@contextlib.contextmanager
+def sent_by(sender: str) -> Iterator[None]:
+    """Name the sender in the `RequestError` of a request."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{sender}: {error}") from None
+
+
 class Kind(schema.Kind):
     """Kinds of messages: from a worker to a server, unless the meaning states otherwise."""
 

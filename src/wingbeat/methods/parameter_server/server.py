@@ -43,6 +43,7 @@ from wingbeat.methods.parameter_server.protocol import (
     ping_delay,
     position_of,
     room_of,
+    sent_by,
     split_document,
     urgency_of,
 )
@@ -241,7 +242,8 @@ class Server(Actor):
             self._updates.sum_completed(key)
 
     def _pull(self, reply: Reply) -> None:
-        total = self._aggregator.completed_sum(reply.ids[:2], reply.ids.round)
+        with sent_by(self._name(reply.worker)):
+            total = self._aggregator.completed_sum(reply.ids[:2], reply.ids.round)
         if total is None:
             self._add_pending(reply)
         else:

@@ -28,6 +28,7 @@ from wingbeat.methods.parameter_server.protocol import (
     RequestError,
     StepSettings,
     position_of,
+    sent_by,
     unpack_numbers,
 )
 from wingbeat.schema import MalformedMessage, parse_json
@@ -91,6 +92,7 @@ class _Step:
     pushes_to: dict[int, bool] = field(default_factory=dict)
     digest: tuple[int, str] | None = None  # of the first rank that sent settings
     settings: StepSettings | None = None  # the optimizer's, from the leading worker
+    leader: int = -1
     remaining: set[int] = field(default_factory=set)  # slices that are not updated yet
     used: frozenset[int] = frozenset()  # parameters with a gradient on some worker
 
@@ -164,10 +166,13 @@ class ShardUpdates:
             if worker not in self._documents:
                 raise RequestError(f"{self._name(worker)} sent a fragment without a document")
             ids, document = self._documents.pop(worker)
-            document.append(payload)
+            with sent_by(self._name(worker)):
+                document.append(payload)
         elif kind == Kind.LOAD:
-            document = Document(payload, self._max_nbytes - self.nbytes - self._queued_nbytes)
-            self._queued_nbytes += len(document.data)
+            free = self._max_nbytes - self.nbytes - self._queued_nbytes
+            with sent_by(self._name(worker)):
+                document = Document(payload, free)
+            self._queued_nbytes += document.nbytes
         else:
             request = _Request(worker, self._barriers[worker], kind, ids, payload, now)
             yield from self._submit(request)
@@ -205,11 +210,12 @@ class ShardUpdates:
         match request.kind:
             case Kind.LOAD:
                 self._queued_nbytes -= len(payload.data)
-                self._load(ids, payload)
+                self._load(worker, ids, payload)
             case Kind.CONTINUATION:
                 self._queued_nbytes -= len(payload.data)
                 shard = self._shard(worker, ids)
-                self._optimizer.set_values(shard.params, payload.data)
+                with sent_by(self._name(worker)):
+                    self._optimizer.set_values(shard.params, payload.data)
                 shard.set_current(shard.current.round)
             case Kind.FETCH:
                 yield ParameterReply(worker, ids, self._fetch(worker, ids))
@@ -234,9 +240,10 @@ class ShardUpdates:
         if step is not None and step.plan == key[0] and key[1] in step.remaining:
             self._push_due(step, key[1])
 
-    def _load(self, ids: Ids, document: Document) -> None:
-        shards = self._shards.setdefault(ids.plan, {})
-        params = self._optimizer.load(document.fields, document.data)
+    def _load(self, worker: int, ids: Ids, document: Document) -> None:
+        shards, optimizer = self._shards.setdefault(ids.plan, {}), self._optimizer
+        with sent_by(self._name(worker)):
+            params = optimizer.load(document.fields, document.data)
         before = shards.get(ids.slice)
         if before is not None:
             self._drop(before)
@@ -312,7 +319,7 @@ class ShardUpdates:
                     f"{self._name(step.digest[0])}: set the same on all ranks"
                 )
         if settings.groups is not None:
-            step.settings = settings
+            step.settings, step.leader = settings, worker
         if len(step.pushes_to) == self._workers:
             self._begin_step(step)
 
@@ -320,8 +327,10 @@ class ShardUpdates:
         settings = step.settings
         if settings is None or settings.groups is None:
             raise RequestError("no worker sent the settings of a step")
-        step.used = unpack_numbers(settings.used)
-        self._optimizer.set_options(settings.groups, settings.scaler)
+        optimizer = self._optimizer
+        with sent_by(self._name(step.leader)):
+            step.used = unpack_numbers(settings.used)
+            optimizer.set_options(settings.groups, settings.scaler)
         shards = self._shards.get(step.plan, {})
         step.remaining = set(shards)
         wrong = {shard.current.round for shard in shards.values()} - {step.number - 1}

@@ -111,7 +111,7 @@ def open_mailbox(
             except MalformedMessage as error:
                 raise RendezvousError(f"{name(number)}: {name(peer)} sent {error}") from None
             mailbox.join(peer, found)
-        if not tolerate_silence:  # otherwise peers may still join over the others
+        if incarnations and not tolerate_silence:  # otherwise peers may join over the others
             carrier.close_listeners_except({n for p in routes.peers for n in routes.interfaces(p)})
         carrier.start()
         mailbox.wait_connected(max(0.0, deadline - time.monotonic()))

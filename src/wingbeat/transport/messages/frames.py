@@ -75,23 +75,22 @@ class Limits:
 
 
 class Reassembly:
-    """A buffer of ``nbytes`` bytes, filled in order; ``data`` is valid once `complete`."""
+    """A payload of ``nbytes`` bytes, received in order; ``data`` is valid once `complete`.
+
+    Its memory grows with what has arrived, so a peer takes none by a large ``nbytes`` alone.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        self.data = bytearray(nbytes)
-        self._filled = 0
+        self.nbytes, self.data = nbytes, bytearray()
 
     def append(self, fragment: Any) -> None:
         """Append a fragment; a `ValueError` if it is empty or exceeds the rest of the payload."""
-        end = self._filled + len(fragment)
-        if end > len(self.data) or not len(fragment):
-            raise ValueError(
-                f"received {len(fragment)} bytes where {len(self.data) - self._filled} remain"
-            )
-        self.data[self._filled : end] = fragment
-        self._filled = end
+        rest = self.nbytes - len(self.data)
+        if not 0 < len(fragment) <= rest:
+            raise ValueError(f"received {len(fragment)} bytes where {rest} remain")
+        self.data += fragment
 
     @property
     def complete(self) -> bool:
         """Whether all fragments have been received."""
-        return self._filled == len(self.data)
+        return len(self.data) == self.nbytes
