@@ -261,7 +261,7 @@ def test_finished_worker_drains_again_with_resumed_workers() -> None:
             thread.resume()
         thread.finish()
         ended.add(rank)
-        thread.serve_until(lambda: len(ended) == 3)
+        thread.serve_until(ended.__contains__)
         thread.close()
         return replica.state_bytes()
 
@@ -270,6 +270,28 @@ def test_finished_worker_drains_again_with_resumed_workers() -> None:
     states = in_threads([lambda c=c, r=r: work(c, r) for c, r, _ in made])
     assert not any(box.drop.called for _, _, box in made)  # type: ignore[attr-defined]
     assert len(set(states)) == 1
+
+
+def test_finished_worker_does_not_wait_for_one_that_was_killed_after_its_drain() -> None:
+    made = open_threads(3, StalenessBound(1, 2, 2), silence=20.0)
+    ended: set[int] = set()
+
+    def work(thread: CommunicationThread, box: Mailbox) -> frozenset[int]:
+        thread._timeout = 10.0
+        train(thread, 3, 2, 5)
+        thread.finish()
+        if thread.machine.rank == 1:  # before it could say so
+            box.close = lambda *_: box.abandon()  # type: ignore[method-assign,assignment]
+            thread.close()
+            return frozenset()
+        ended.add(thread.machine.rank)
+        thread.serve_until(ended.__contains__)
+        lost = thread.lost_workers()
+        thread.close()
+        return lost
+
+    lost = in_threads([lambda c=c, b=b: work(c, b) for c, _, b in made])
+    assert lost[0] >= {1} <= lost[2]
 
 
 def test_finished_worker_logs_workers_it_waits_for(

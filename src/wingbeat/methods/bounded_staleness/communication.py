@@ -376,13 +376,17 @@ class CommunicationThread:
             for source, receiver in list(self._receivers.items()):
                 self._receive(source, receiver.change_colayers(bound.colayers))
 
-    def serve_until(self, finished: Callable[[], bool], log_after_s: float = math.inf) -> None:
-        """After `finish`, drain again with workers that have resumed, until ``finished``.
+    def serve_until(self, finished: Callable[[int], bool], log_after_s: float = math.inf) -> None:
+        """After `finish`, drain again with workers that have resumed, until all are ``finished``.
 
-        Raises PeerError if the others neither trained nor finished in time.
+        A worker that was lost after it had drained is not awaited. Raises PeerError if the others
+        neither trained nor finished in time.
         """
-        deadline = self._clock() + self._timeout
-        while self.no_failures and not finished():
+        workers, deadline = range(self.machine.workers), self._clock() + self._timeout
+        while self.no_failures:
+            lost = self.lost_workers()
+            if all(worker in lost or finished(worker) for worker in workers):
+                return
             if self.machine.peer_resumed:
                 self.resume()
                 self.finish(log_after_s)

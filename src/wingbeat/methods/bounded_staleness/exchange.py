@@ -488,8 +488,7 @@ def _finish(communication: CommunicationThread, world: World, change: ColayerCha
         if communication.no_failures:
             world.publish("end", None)
             communication.serve_until(
-                lambda: all(world.has_published("end", peer) for peer in range(world.size)),
-                _LOG_AFTER_S,
+                lambda worker: world.has_published("end", worker), _LOG_AFTER_S
             )
         quick = False
     except WingbeatError as error:
