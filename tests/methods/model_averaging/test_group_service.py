@@ -689,6 +689,34 @@ def test_rejoined_worker_without_a_state_has_no_other_model_than_a_survivor() ->
     assert told == {1: Reason.LEFT, 2: Reason.DIED}
 
 
+def test_survivor_synchronizes_alone_once_the_end_of_the_last_other_is_known() -> None:
+    rig = Rig(2)
+    for worker in (0, 1):
+        rig.send(worker, Synchronize())
+    (run,) = rig.runs(1)
+    rig.send(1, Lost(run.number, run.epoch, 0))  # its connections are not closed yet
+    assert not rig.received(1)
+    rig.box.cut = {0: 0.0}
+    rig.advance(0.5)
+    rig.box.cut = {0: RECONNECT_S + 1.0}
+    rig.advance(RECONNECT_S + 0.5)
+    told = rig.received(1)
+    assert [m.reason for m in told if isinstance(m, Removed)][-1] == Reason.DIED
+    assert [m.members for m in told if isinstance(m, RunMessage)] == [(1,)]
+
+
+def test_worker_that_has_lost_the_last_other_but_live_one_synchronizes_alone_as_such() -> None:
+    rig = Rig(2)
+    for worker in (0, 1):
+        rig.send(worker, Synchronize())
+    (run,) = rig.runs(1)
+    rig.send(1, Lost(run.number, run.epoch, 0))
+    rig.advance(2 * RECONNECT_S + 0.5)
+    told = rig.received(1)
+    assert [m.reason for m in told if isinstance(m, Removed)][-1] == Reason.LATE
+    assert [m.members for m in told if isinstance(m, RunMessage)] == [(1,)]
+
+
 def test_rejoin_with_other_options_is_ignored() -> None:
     rig = Rig()
     assert not restart(rig, 2, OTHER_OPTIONS)._acknowledgements

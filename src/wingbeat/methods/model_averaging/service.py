@@ -40,7 +40,7 @@ from wingbeat.methods.model_averaging.succession import START_S, GeneratorSearch
 from wingbeat.observe.log import log_event
 from wingbeat.schema import MalformedMessage
 from wingbeat.transport.actor import Actor
-from wingbeat.transport.detector import Deadlines, Failure
+from wingbeat.transport.detector import RECONNECT_S, Deadlines, Failure
 from wingbeat.transport.membership import MembershipChange, MembershipClient, members
 from wingbeat.transport.messages.connect import open_mailbox
 from wingbeat.transport.messages.frames import Limits, Message
@@ -180,6 +180,7 @@ class GroupService(Actor):
         self._connections = connections or ConnectionCache(workers)
         self._workers = [_Worker() for _ in range(workers)]
         self._fetches: dict[int, FetchState] = {}  # that no worker can serve yet
+        self._reports: dict[int, tuple[Lost, float]] = {}  # and when they count
         self._kept_alive_at = clock()
         for worker in range(workers):
             self._steps.start(worker, self._kept_alive_at)
@@ -249,10 +250,8 @@ class GroupService(Actor):
                 return self._handle_request(worker, now, synchronize=True)
             case Done(number, epoch):
                 return self._handle_done(worker, number, epoch, now)
-            case Lost(_, _, member):
-                # Otherwise the group already runs without that member.
-                together = self._generator.run_together(worker, *message)
-                return self._remove(member) if together else []
+            case Lost():
+                return self._handle_lost(worker, message, now)
             case FetchState():
                 self._fetches[worker] = message
                 return []
@@ -264,6 +263,27 @@ class GroupService(Actor):
             case Keepalive():
                 return []
         raise ProtocolError(f"{type(message).__name__} was sent by a worker")
+
+    def _handle_lost(self, worker: int, report: Lost, now: float) -> list[Run]:
+        """Remove a member that a group has lost, unless the group already runs without it.
+
+        A worker may synchronize alone only if the last other one has died, and a process that has
+        just ended is not known to have died yet.
+        """
+        if not self._generator.run_together(worker, *report):
+            return []
+        alone = len(self._generator.unfinished(worker)) == 2
+        if alone and self._workers[worker].synchronizing:
+            self._reports[worker] = report, now + 2 * RECONNECT_S
+            return []
+        return self._remove(report.member)
+
+    def _repeat_reports(self, now: float) -> None:
+        for worker, (report, due) in list(self._reports.items()):
+            together = self._generator.run_together(worker, *report)
+            if now > due or not together:
+                del self._reports[worker]
+                self._start(self._remove(report.member) if together else [])
 
     def _handle_request(
         self, worker: int, now: float, *, copies_state: bool = False, synchronize: bool = False
@@ -470,6 +490,7 @@ class GroupService(Actor):
     def check(self, now: float) -> None:
         """Remove failed workers, and those whose step has timed out while others wait for it."""
         self._check_failures()
+        self._repeat_reports(now)
         if now > self._connect_by:
             self._connect_by = math.inf
             for worker, state in enumerate(self._workers):
