@@ -280,7 +280,7 @@ def test_finished_worker_does_not_wait_for_one_that_was_killed_after_its_drain()
         thread._timeout = 10.0
         train(thread, 3, 2, 5)
         thread.finish()
-        if thread.machine.rank == 1:  # before it could say so
+        if thread.machine.rank == 1:  # before it has published its end
             box.close = lambda *_: box.abandon()  # type: ignore[method-assign,assignment]
             thread.close()
             return frozenset()
