@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -13,6 +14,7 @@ from wingbeat.errors import PeerError, UsageError
 from wingbeat.methods.model_averaging import group_averager
 from wingbeat.methods.model_averaging.group_averager import GroupSession, receive_state
 from wingbeat.methods.model_averaging.rules import Rules
+from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.transport import loopback
 from wingbeat.transport.world import World
 from wingbeat.types import Group
@@ -133,9 +135,13 @@ def generator_events(caplog: pytest.LogCaptureFixture, rank: int) -> list[str]:
 @pytest.mark.parametrize("rules", [Rules(), Rules.all_workers()], ids=["smart", "everyone"])
 @pytest.mark.parametrize("host", [0, 1])
 def test_generator_that_ends_is_started_again_and_a_worker_rejoins(
-    rules: Rules, host: int, caplog: pytest.LogCaptureFixture
+    rules: Rules, host: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker that has started it ends too, or continues; a second one ends later."""
+    # A worker that the generator has excluded as late before it ends is lost to the others.
+    monkeypatch.setattr(
+        group_averager, "GeneratorConfig", functools.partial(GeneratorConfig, least=60.0)
+    )
     back = threading.Event()
     sessions: dict[int, GroupSession] = {}
 
