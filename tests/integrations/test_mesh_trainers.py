@@ -15,11 +15,12 @@ from integrations import mesh_cases as cases
 PoolOf = Callable[[int], Pool]
 
 
-@pytest.mark.parametrize("name", slow_except(["clipped"], cases.TRAINED))
+@pytest.mark.parametrize("name", slow_except([], cases.TRAINED))
 def test_lightning_trains_the_weights_of_its_hsdp(name: str, pool_of: PoolOf) -> None:
     pool_of(4).run(cases.as_hsdp, name, deadline=150.0)
 
 
+@pytest.mark.slow
 def test_lightning_trains_the_weights_of_its_tensor_parallelism(pool_of: PoolOf) -> None:
     """So the ranks along that dimension have the same batches."""
     pool_of(4).run(cases.tensor_parallel_as_lightnings, deadline=150.0)
@@ -35,7 +36,7 @@ def test_checkpoint_of_one_file_warns_once_of_residuals(pool_of: PoolOf, tmp_pat
 @pytest.mark.parametrize(
     ("kind", "distributed"),
     [
-        ("sketch", True),
+        pytest.param("sketch", True, marks=pytest.mark.slow),
         pytest.param("dear", True, marks=pytest.mark.slow),
         ("dear", False),
     ],
