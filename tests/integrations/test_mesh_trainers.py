@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers.amounts import slow_except
-from helpers.pool import Pool
+from helpers.pool import Pool, load_ddp
 from helpers.refusals import assert_said
 from integrations import mesh_cases as cases
 
 PoolOf = Callable[[int], Pool]
+
+
+@pytest.fixture(scope="module")
+def pool_of() -> Iterator[PoolOf]:
+    """Four workers for this module: torch keeps the groups of each mesh until a process ends.
+
+    The thread of each group wakes 100 times a second. In workers that stay, those of a module take
+    a fifth of a core from all later tests.
+    """
+    pool = Pool(4)
+    pool.run(load_ddp, deadline=150.0)
+    yield lambda _: pool
+    pool.close()
 
 
 @pytest.mark.parametrize("name", slow_except([], cases.TRAINED))
