@@ -23,13 +23,18 @@ EXACT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", EXACT)
+@pytest.mark.parametrize(
+    "strategy", slow_except(["localsgd:every=3,overlap=true", "diloco:every=3"], EXACT)
+)
 def test_averages_over_fsdp2_equal_one_process(job: Pool, strategy: str) -> None:
     differences = job.run(cases.compared_with_one_process, strategy, 20, EXACT[strategy])
     assert max(map(max, differences)) < 1e-6, differences
 
 
-@pytest.mark.parametrize("strategy", ["localsgd:every=3", "diloco:every=4,delay=2"])
+@pytest.mark.parametrize(
+    "strategy",
+    slow_except(["diloco:every=4,delay=2"], ["localsgd:every=3", "diloco:every=4,delay=2"]),
+)
 def test_averages_over_tensor_parallelism_equal_one_process(job: Pool, strategy: str) -> None:
     options = {**EXACT[strategy], "ranks": 1}
     differences = job.run(cases.compared_with_one_process, strategy, 20, options)
@@ -88,7 +93,7 @@ def test_slow_replica_and_uneven_steps_end_with_equal_models(six: Pool, strategy
         pytest.param("ripples", 4, id="ripples-leader"),
         pytest.param("ripples", 5, id="ripples-follower", marks=pytest.mark.slow),
         pytest.param("localsgd:every=2", 4, id="localsgd-leader", marks=pytest.mark.slow),
-        pytest.param("localsgd:every=2", 5, id="localsgd-follower"),
+        pytest.param("localsgd:every=2", 5, id="localsgd-follower", marks=pytest.mark.slow),
     ],
 )
 def test_replicas_continue_in_seconds_without_one_whose_rank_is_killed(
@@ -107,7 +112,9 @@ def test_replicas_continue_in_seconds_without_one_whose_rank_is_killed(
     assert outcomes[1].value[2] == outcomes[3].value[2]
 
 
-@pytest.mark.parametrize("strategy", ["ripples", "localsgd:every=2"])
+@pytest.mark.parametrize(
+    "strategy", slow_except(["localsgd:every=2"], ["ripples", "localsgd:every=2"])
+)
 def test_replicas_continue_in_seconds_without_the_group_generator(six: Pool, strategy: str) -> None:
     found = six.run(cases.without_generator, strategy, 4, 12)
     assert sum(each[0] for each in found) == 1, "one generator was killed"

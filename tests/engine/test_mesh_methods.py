@@ -19,15 +19,15 @@ SIZE = 4
 @pytest.mark.parametrize(
     "strategy",
     [
-        "geryon",
+        pytest.param("geryon", marks=pytest.mark.slow),
         pytest.param("geryon:pull=start", marks=pytest.mark.slow),
         "geryon:update=server",
         "canary:s=0",
-        "bytescheduler:partition_mb=0.0001",
+        pytest.param("bytescheduler:partition_mb=0.0001", marks=pytest.mark.slow),
     ],
 )
 def test_exact_method_over_fsdp2_equals_hsdp(job: Pool, strategy: str) -> None:
-    differences = job.run(mesh_cases.difference_to_hsdp, strategy, 20, {})
+    differences = job.run(mesh_cases.difference_to_hsdp, strategy, 10, {})
     assert max(differences) < 1e-6, differences
 
 

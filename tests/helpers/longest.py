@@ -6,16 +6,17 @@ from typing import TypeVar
 
 FILES = (
     "engine/test_mesh.py",
+    "contracts/strategies/test_contract.py",
     "engine/test_mesh_averages.py",
-    "integrations/test_lightning_page.py",
     "transport/test_rendezvous.py",
     "engine/test_mesh_methods.py",
+    "transport/test_graceful_shutdown.py",
     "integrations/test_mesh_trainers.py",
     "integrations/test_lightning_uses.py",
-    "transport/test_graceful_shutdown.py",
 )
-"""Files that take a minute and more. Of four workers two have those of meshes, which start four
-processes each: with four such workers, other tests take ten times as long."""
+"""Files that take longest. Of four workers two have those of meshes, which start four processes
+each: with four such workers, other tests take ten times as long. One worker has the contract of
+strategies, so that its pools start once."""
 
 Item = TypeVar("Item")
 

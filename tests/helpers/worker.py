@@ -42,6 +42,18 @@ def answer(module: str, name: str, args: tuple[Any, ...]) -> tuple[str, Any, str
         return "raised", None, f"{type(error).__name__}: {error}", traceback.format_exc()
 
 
+def wait_for_all(env: dict[str, str]) -> None:
+    """Wait until all workers have loaded torch, which takes a minute on a busy machine.
+
+    The timeout of the group begins thereafter, as it is that of collectives too.
+    """
+    patience = timedelta(seconds=150)
+    port = int(env["MASTER_PORT"])
+    store = dist.TCPStore(env["MASTER_ADDR"], port, is_master=False, timeout=patience)
+    store.set(f"loaded/{env['RANK']}", "")
+    store.wait([f"loaded/{rank}" for rank in range(int(env["WORLD_SIZE"]))], patience)
+
+
 def main(pipe: Connection, env: dict[str, str], log: str, join: bool) -> None:
     """Serve cases until the parent closes the pipe.
 
@@ -67,6 +79,7 @@ def main(pipe: Connection, env: dict[str, str], log: str, join: bool) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*find_unused_parameters=True.*")
     if join:
+        wait_for_all(env)
         dist.init_process_group("gloo", timeout=timedelta(seconds=45))
     while True:
         try:

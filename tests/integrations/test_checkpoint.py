@@ -29,9 +29,9 @@ def same(a: Any, b: Any, rtol: float = 0.0) -> bool:
     ("kind", "size", "other"),
     [
         ("dear", 3, "sharded"),
-        ("sharded", 3, "sharded"),
+        pytest.param("sharded", 3, "sharded", marks=pytest.mark.slow),
         ("sharded", 4, "dear"),
-        ("sketch", 4, "sketch"),
+        pytest.param("sketch", 4, "sketch", marks=pytest.mark.slow),
         ("sketch", 3, "sketch"),
         ("diloco", 3, "diloco"),
     ],
@@ -75,7 +75,8 @@ def test_what_was_not_saved_so_is_refused(pool_of: PoolOf, tmp_path: Path) -> No
         assert plain.startswith("checkpoint.state(): pass a model and its optimizer")
 
 
-@pytest.mark.parametrize("files", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [False, True])
 def test_replicas_continue_with_their_residuals(
     files: bool, pool_of: PoolOf, tmp_path: Path
 ) -> None:

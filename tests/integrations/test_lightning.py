@@ -19,12 +19,8 @@ with updates that come later."""
 QUICK = (
     "clipped accumulation",
     "16-mixed",
-    "a scheduler",
-    "late",
     "unused",
     "gan",
-    "lbfgs",
-    "within an epoch",
 )
 """One of each kind: of how gradients are used, of precision, of what is called when."""
 
@@ -35,5 +31,6 @@ def test_weights_are_those_of_ddp(name: str, pool_of: PoolOf) -> None:
     pool_of(2).run(cases.as_ddp, name, kinds, deadline=150.0)
 
 
+@pytest.mark.slow
 def test_a_step_gets_its_closure_where_nobody_is_ahead(pool_of: PoolOf) -> None:
     pool_of(2).run(cases.as_ddp, "lbfgs", list(cases.BOUND), deadline=150.0)

@@ -17,6 +17,7 @@ TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_hook_of_the_page_sends_less(pool_of: Callable[[int], Pool]) -> None:
     pool_of(2).run(cases.hooked, EXAMPLES[3], deadline=150.0)
 

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from helpers.amounts import slow_except
-from helpers.pool import Pool
+from helpers.pool import Pool, load_ddp
 from helpers.refusals import assert_said
 from integrations import mesh_cases as cases
 
 PoolOf = Callable[[int], Pool]
 
 
-@pytest.mark.parametrize("name", slow_except(["clipped"], cases.TRAINED))
+@pytest.fixture(scope="module")
+def pool_of() -> Iterator[PoolOf]:
+    """Four workers for this module: torch keeps the groups of each mesh until a process ends.
+
+    The thread of each group wakes 100 times a second. In workers that stay, those of a module take
+    a fifth of a core from all later tests.
+    """
+    pool = Pool(4)
+    pool.run(load_ddp, deadline=150.0)
+    yield lambda _: pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", slow_except([], cases.TRAINED))
 def test_lightning_trains_the_weights_of_its_hsdp(name: str, pool_of: PoolOf) -> None:
     pool_of(4).run(cases.as_hsdp, name, deadline=150.0)
 
 
+@pytest.mark.slow
 def test_lightning_trains_the_weights_of_its_tensor_parallelism(pool_of: PoolOf) -> None:
     """So the ranks along that dimension have the same batches."""
     pool_of(4).run(cases.tensor_parallel_as_lightnings, deadline=150.0)
@@ -35,7 +49,7 @@ def test_checkpoint_of_one_file_warns_once_of_residuals(pool_of: PoolOf, tmp_pat
 @pytest.mark.parametrize(
     ("kind", "distributed"),
     [
-        ("sketch", True),
+        pytest.param("sketch", True, marks=pytest.mark.slow),
         pytest.param("dear", True, marks=pytest.mark.slow),
         ("dear", False),
     ],

@@ -30,7 +30,7 @@ def run() -> Iterator[Callable[..., list[Any]]]:
 @pytest.mark.parametrize(
     "case",
     slow_except(
-        [cases.clips_parts, cases.best, cases.averaged],
+        [cases.clips_parts, cases.averaged],
         [
             cases.exact,
             cases.clips_parts,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.amounts import slow_except
 from wingbeat.errors import UsageError
 from wingbeat.parts.strategy import Strategy
 from wingbeat.prediction import Cluster, Prediction, predict, rank
@@ -126,7 +127,7 @@ def test_predict_canary_with_several_workers_per_host_is_refused() -> None:
         predicted(Canary(), hosts=2, per_host=2)
 
 
-@pytest.mark.parametrize("hosts", [2, 6])
+@pytest.mark.parametrize("hosts", slow_except([2], [2, 6]))
 @pytest.mark.parametrize(
     ("strategy", "time_off", "bytes_off"),
     [
@@ -160,7 +161,10 @@ UNLIKE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", UNLIKE.values(), ids=UNLIKE)
 @pytest.mark.parametrize(
     ("strategy", "time_off"),
-    [(AllReduce(mb=2.0), 0.012), (DeAR(plan="fixed", mb=2.0), 0.012)],
+    [
+        pytest.param(AllReduce(mb=2.0), 0.012, marks=pytest.mark.slow),
+        (DeAR(plan="fixed", mb=2.0), 0.012),
+    ],
     ids=repr,
 )
 def test_predict_few_workers_of_unlike_hosts_represent_all(

@@ -52,6 +52,7 @@ def run(spec: str) -> dict[int, list[str]]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 def test_every_topology_works_in_a_bcube_and_bcube_uses_both_interfaces() -> None:
     """And its own is refused in a world before, whose cards are named in another order."""

@@ -39,6 +39,7 @@ SCRIPT = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 def test_all_interfaces_between_hosts_carry_gradients_and_server_messages() -> None:
     lines: dict[int, list[str]] = {}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import optim
 
 import wingbeat
+from helpers.amounts import each_once
 from helpers.training import (
     TINY_MB,
     Make,
@@ -175,12 +176,14 @@ def _squares(count: int) -> list[torch.nn.Module]:
 # -- state ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("parts", [True, False])
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("make", "parts", "sizes"), each_once(MAKES, [True, False], [(3, 2), (2, 3), (2, 1), (1, 2)])
+)
 def test_training_goes_on_from_a_checkpoint_of_other_workers(
-    make: Make, parts: bool, before: int, after: int
+    make: Make, parts: bool, sizes: tuple[int, int]
 ) -> None:
+    before, after = sizes
+
     def first(world: Any) -> Any:
         model, optimizer = distributed(world, make)
         train(model, optimizer, range(3), rank=0)

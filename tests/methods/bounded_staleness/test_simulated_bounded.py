@@ -321,7 +321,13 @@ def test_all_of_a_model_is_in_its_colayers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("vgg19", 10), ("inception_v3", 10), ("bert_base", 10), ("lstm_ptb", 3)]
+    ("name", "count"),
+    [
+        pytest.param("vgg19", 10, marks=pytest.mark.slow),
+        ("inception_v3", 10),
+        ("bert_base", 10),
+        pytest.param("lstm_ptb", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_colayers_are_those_that_training_makes(name: str, count: int) -> None:
     profile = load_profile(name)

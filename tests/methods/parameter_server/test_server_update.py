@@ -10,6 +10,7 @@ import torch
 
 import wingbeat
 from helpers import accelerator
+from helpers.amounts import each_once
 from helpers.server_update import compare, distributed, divided, momentum, plain, strategy
 from helpers.training import (
     TINY_MB,
@@ -44,9 +45,9 @@ def test_server_update_equals_worker_update_for_every_optimizer(make: Make) -> N
     compare(2, make, plain)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("pull", ["ready", "start"])
-@pytest.mark.parametrize("mb", [TINY_MB, 25.0])
+@pytest.mark.parametrize(
+    ("size", "pull", "mb"), each_once([3, 2, 1], ["ready", "start"], [TINY_MB, 25.0])
+)
 def test_server_update_gives_same_weights_and_state(size: int, pull: str, mb: float) -> None:
     compare(size, adamw, plain, pull=pull, mb=mb)
 

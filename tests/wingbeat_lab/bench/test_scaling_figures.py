@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from helpers.amounts import slow_except
 from helpers.scripts import benchmark
 from wingbeat import simulator
 
@@ -29,6 +30,8 @@ ROWS = (
     "8 servers", "Canary", "Ripples", "AD-PSGD", "DiLoCo",
 )  # fmt: skip
 SLOW = {"servers", "8 servers", "AD-PSGD", "Canary"}
+QUICK = ("ring", "DeAR", "doubling", "mesh", "two levels", "sketch", "low rank", "top-k", "DiLoCo")
+"""Rows whose events take little time."""
 
 
 def row_of(scaling: ModuleType, name: str) -> Any:
@@ -45,8 +48,8 @@ def test_every_row_has_a_test(scaling: ModuleType) -> None:
     assert tuple(row.name for row in scaling.ROWS) == ROWS
 
 
-@pytest.mark.parametrize("workers", [8, 16, 64])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("workers", slow_except([8], [8, 16, 64]))
+@pytest.mark.parametrize("name", slow_except(QUICK, ROWS))
 def test_closed_form_is_within_the_limit_of_events(
     scaling: ModuleType, name: str, workers: int
 ) -> None:
@@ -70,7 +73,7 @@ def test_closed_form_follows_other_links(
     assert abs(form / events - 1) <= scaling.WITHIN
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", slow_except([name for name in ROWS if name != "AD-PSGD"], ROWS))
 def test_eight_times_as_many_workers_never_shorten_an_iteration(
     scaling: ModuleType, name: str
 ) -> None:
