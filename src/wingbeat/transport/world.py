@@ -178,6 +178,7 @@ class World:
     _closers: list[Callable[[], object]] = field(init=False, default_factory=list)
     _channels: set[int] = field(init=False, default_factory=set)
     _opened: int = field(init=False, default=0)
+    _series: int = field(init=False, default=0)
     _children: weakref.WeakSet[World] = field(init=False, default_factory=weakref.WeakSet)
     _open_groups: OpenGroups = field(init=False, default_factory=OpenGroups)
 
@@ -233,6 +234,15 @@ class World:
     def path(self) -> str:
         """A prefix for keys in the store, unique among the worlds of this job."""
         return f"{self._prefix}{self._exchanges}"
+
+    def next_series(self) -> int:
+        """Return a number from 1 on for a user of this world's groups, the same on all workers.
+
+        Its epochs start at ``(number - 1) * SERIES``. A restarted process creates its users in the
+        same order.
+        """
+        self._series += 1
+        return self._series
 
     def open_group(self, group: Group, *, interface: int | None = None) -> World:
         """Create a world of the group's members. Only members call it, and it does not block.

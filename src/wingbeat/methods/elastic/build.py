@@ -29,7 +29,6 @@ from wingbeat.exchanges.collective import CollectiveExchange
 from wingbeat.exchanges.snapshot import Snapshot, encode_snapshot
 from wingbeat.methods.elastic.agreement import Decision, Progress
 from wingbeat.methods.elastic.members import Members
-from wingbeat.methods.model_averaging.group_averager import next_serial
 from wingbeat.observe.log import log
 from wingbeat.schedules.events import Operation
 from wingbeat.schema import Length, MalformedMessage, Range, parse_json
@@ -145,7 +144,7 @@ def open_world(part: Elastic, world: World) -> World:
             "min_replicas= is possible for one model at a time: distribute one module that "
             "contains both, or call wingbeat.release() on the first"
         )
-    serial = next_serial(world)
+    serial = world.next_series()
     members = Members(world, part.min_replicas, serial)
     if world.returned:
         epoch, decision = members.join()

@@ -7,7 +7,6 @@ import functools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
@@ -187,7 +186,7 @@ class GroupSession:
         self._limit = _STATE_FACTOR * buffer.numel() * buffer.element_size() + _STATE_EXTRA
         self._sender = StateSender(world)
         self._service: Service | None = None
-        serial = next_serial(world)
+        serial = world.next_series()
         room, self._closed = f"groups{serial}", False
         self.reducer = GroupAllReduce(world, buffer, compression, first=(serial - 1) * SERIES)
         self._leader: Leader | None = None
@@ -357,19 +356,6 @@ class GroupSession:
         service, self._service = self._service, None
         if service is not None:
             service.kill() if kill else service.close(self._world.timeout)
-
-
-_serials: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
-
-
-def next_serial(world: World) -> int:
-    """Return a number from 1 on for a user of a world's groups, the same on all workers.
-
-    Its epochs start at ``(number - 1) * SERIES``. A restarted process creates its users in the same
-    order.
-    """
-    serial = _serials[world] = _serials.get(world, 0) + 1
-    return serial
 
 
 class GroupAverager:

@@ -23,7 +23,6 @@ from wingbeat.collectives.packing import narrower_dtype
 from wingbeat.errors import MismatchError, PeerError, UsageError, WingbeatError
 from wingbeat.methods.model_averaging.generator import ProtocolError
 from wingbeat.methods.model_averaging.group_all_reduce import GroupAllReduce
-from wingbeat.methods.model_averaging.group_averager import next_serial
 from wingbeat.methods.model_averaging.pair_machine import (
     MESSAGES,
     Apply,
@@ -444,7 +443,7 @@ class PairAverager:
         _check_equal(world, [buffer.numel(), str(buffer.dtype), str(dtype)])
         self._machine = PairMachine(world.rank, world.size, len(pair_buffer.spans), seed)
         self._everyone = world.parent or world
-        self._first = (next_serial(self._everyone) - 1) * SERIES
+        self._first = (self._everyone.next_series() - 1) * SERIES
         store, room, departures = world.store, f"pairs/{world.path}", departures_of(world)
         table = StatusTable(store, room, world.size, world.rank)
         self._client = StaticClient(

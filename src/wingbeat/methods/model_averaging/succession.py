@@ -15,13 +15,14 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from wingbeat.errors import WingbeatError
 from wingbeat.transport.services import BackgroundThread
 from wingbeat.transport.text import first_line
 
 if TYPE_CHECKING:
+    from wingbeat.methods.model_averaging.static_client import StatusTable
     from wingbeat.transport.messages.mailbox import Mailbox
 
 _log = logging.getLogger(__name__)
@@ -99,24 +100,11 @@ class Succession:
         self._claimed_at = now
 
 
-class Registry(Protocol):
-    """The entries about generators in the store; `client.StatusTable`."""
-
-    def generator(self) -> int:
-        """Return the generator's number in the membership log, as last read."""
-
-    def claim_generator(self, incarnation: int) -> bool | None:
-        """Claim the start of an incarnation; None if the store is unavailable."""
-
-    def end_generator(self, incarnation: int) -> None:
-        """Log the end of an incarnation, unless there is a later one."""
-
-
 class GeneratorSearch:
     """Performs a `Succession` until this worker is connected to a generator.
 
     Args:
-        registry: what the store has about generators.
+        table: what the store has about generators.
         connect: connects to an incarnation.
         start: starts an incarnation in the background.
         me: name of this worker in messages.
@@ -127,12 +115,12 @@ class GeneratorSearch:
 
     def __init__(
         self,
-        registry: Registry,
+        table: StatusTable,
         connect: Callable[[int], Mailbox],
         start: Callable[[int], None],
         me: str,
     ) -> None:
-        self._registry, self._connect, self._start, self._me = registry, connect, start, me
+        self._table, self._connect, self._start, self._me = table, connect, start, me
         self._rules = Succession()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -170,7 +158,7 @@ class GeneratorSearch:
 
     def _run(self, deadline: float = math.inf) -> None:
         while not self._stopped.is_set() and time.monotonic() < deadline:
-            self.number = self._registry.generator()
+            self.number = self._table.generator()
             act, incarnation = self._rules.advance(time.monotonic(), self.number)
             if act is Act.CONNECT:
                 if self._try_connect(incarnation):
@@ -178,11 +166,11 @@ class GeneratorSearch:
             elif act is Act.CLAIM:
                 self._claim(incarnation)
             elif act is Act.END:
-                self._registry.end_generator(incarnation)
+                self._table.end_generator(incarnation)
             self._stopped.wait(_POLL_S)
 
     def _claim(self, incarnation: int) -> None:
-        mine = self._registry.claim_generator(incarnation)
+        mine = self._table.claim_generator(incarnation)
         if mine is None:
             return
         self._rules.claimed(time.monotonic())
@@ -193,14 +181,14 @@ class GeneratorSearch:
                 _log.warning(
                     "%s: cannot start the group generator again: %s", self._me, first_line(error)
                 )
-                self._registry.end_generator(incarnation)
+                self._table.end_generator(incarnation)
 
     def _try_connect(self, incarnation: int) -> bool:
         try:
             mailbox = self._connect(incarnation)
         except (WingbeatError, TimeoutError, OSError, RuntimeError) as error:
             _log.debug("%s: no group generator yet: %s", self._me, first_line(error))
-            self._registry.end_generator(incarnation)
+            self._table.end_generator(incarnation)
             return False
         with self._lock:
             if not self._stopped.is_set():
