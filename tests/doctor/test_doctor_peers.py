@@ -236,6 +236,13 @@ def test_a_host_that_refuses_is_told_from_one_that_is_silent(route: Any) -> None
     assert peers.try_path(way, KEY, 5.0, 5.0).reach.outcome == "refused"
 
 
+def await_answer(way: Any) -> None:
+    """Try a path until it is answered: the thread of an earlier connection has to end."""
+    deadline = time.monotonic() + LONG
+    while (found := peers.try_path(way, KEY, 5.0, 5.0)).reach.outcome != "ok":
+        assert time.monotonic() < deadline, found
+
+
 def test_a_connection_that_failed_leaves_its_slot_to_the_next(
     route: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,9 +250,7 @@ def test_a_connection_that_failed_leaves_its_slot_to_the_next(
     monkeypatch.setattr(peers, "_MAX_SERVED", 1)
     end = peers._serve(listener, 1, KEY)
     assert peers.try_path(way, KEY + b"?", 5.0, 5.0).reach.outcome == "handshake"
-    deadline = time.monotonic() + LONG
-    while (found := peers.try_path(way, KEY, 5.0, 5.0)).reach.outcome != "ok":
-        assert time.monotonic() < deadline, found  # the thread of the first one has to end
+    await_answer(way)
     end()
 
 
@@ -320,9 +325,7 @@ def test_strangers_that_hold_all_slots_make_the_check_fail_and_end_nothing(
     with socket.create_connection(listener.getsockname()) as stranger:
         assert stranger.recv(8) == b"wingbeat"
         assert peers.try_path(way, KEY, 5.0, 5.0).reach.outcome == "handshake"
-    deadline = time.monotonic() + LONG
-    while (found := peers.try_path(way, KEY, 5.0, 5.0)).reach.outcome != "ok":
-        assert time.monotonic() < deadline, found
+    await_answer(way)
     end()
 
 

@@ -143,6 +143,13 @@ class Job:
     def until_said(self, words: str, times: int, ranks: tuple[int, ...] = tuple(RANKS)) -> None:
         self.until(lambda: all(self.log(str(r)).count(words) == times for r in ranks), words)
 
+    def end_after_return(self) -> None:
+        """Start the killed replica 0 again; end once it trains with the others."""
+        self.start(0)
+        self.until_said("rank 0 is back", 1, (1, 2))
+        self.await_steps()
+        self.end()
+
     def end(self) -> None:
         """Let all synchronize; their weights are equal, and no stack trace of C++ was logged."""
         (self.home / "stop").touch()
@@ -186,10 +193,7 @@ def test_killed_generator_is_started_again_and_killed_replica_0_rejoins(
         job.until_said(AGAIN, times)
         job.await_steps()
     job.kill("0")
-    job.start(0)
-    job.until_said("rank 0 is back", 1, (1, 2))
-    job.await_steps()
-    job.end()
+    job.end_after_return()
 
 
 @pytest.mark.slow
@@ -209,10 +213,7 @@ def test_killed_store_is_restored_and_a_killed_replica_rejoins(
         job.until_said(AGAIN, 1)
     job.await_steps()
     job.kill("0")
-    job.start(0)
-    job.until_said("rank 0 is back", 1, (1, 2))
-    job.await_steps()
-    job.end()
+    job.end_after_return()
 
 
 @pytest.mark.slow
@@ -246,7 +247,4 @@ def test_replica_of_a_killed_torchrun_rejoins_under_another_one(jobs: Callable[.
     pid, _ = job.made(0)
     job.kill("0")
     job.until(lambda: not psutil.pid_exists(pid), "the process ends with its torchrun")
-    job.start(0)
-    job.until_said("rank 0 is back", 1, (1, 2))
-    job.await_steps()
-    job.end()
+    job.end_after_return()
