@@ -14,7 +14,7 @@ import torch.distributed as dist
 from helpers.ports import free_port
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.store import AtomicStore
-from wingbeat.transport.torch_store import StoreWatch, TorchStore, server_of
+from wingbeat.transport.torch_store import StoreWatch, TorchStore, _WithoutTraces, server_of
 
 
 def test_first_claim_wins() -> None:
@@ -26,6 +26,22 @@ def test_first_claim_wins() -> None:
         assert store.claim("key", "second") == "first"
         assert store.has("key")
         assert store.get("key", 1.0) == "first"
+
+
+def test_warnings_of_torch_are_logged_again_after_the_last_request() -> None:
+    quiet = _WithoutTraces()
+    assert quiet._level is not None, "this build of torch has no log level at that name"
+    before = quiet._level.value
+
+    def fail() -> None:
+        with quiet:
+            raise RuntimeError("request")
+
+    with quiet:
+        with pytest.raises(RuntimeError, match="request"):
+            fail()
+        assert quiet._level.value == 2, "another request is under way"
+    assert quiet._level.value == before < 2
 
 
 # -- the end of its server --------------------------------------------------------------------

@@ -355,6 +355,17 @@ def test_invalid_step_raises() -> None:
             Rig().begin().say(0, Kind.STEP, payload, round=1)
 
 
+@pytest.mark.parametrize("leader", [0, 1])
+def test_settings_that_are_invalid_name_the_rank_that_sent_them(leader: int) -> None:
+    rig = Rig().begin()
+    settings = {"digest": "d", "groups": [{}], "used": "spam"}
+    payloads = [json.dumps({"digest": "d"}).encode()] * 2
+    payloads[leader] = json.dumps(settings).encode()
+    rig.say(0, Kind.STEP, payloads[0], round=1)
+    with pytest.raises(RequestError, match=f"rank {leader}: malformed parameters of a step"):
+        rig.say(1, Kind.STEP, payloads[1], round=1)
+
+
 def test_invalid_request_raises() -> None:
     rig = Rig().begin()
     with pytest.raises(RequestError, match="rank 1 sent a fragment without a document"):
