@@ -27,7 +27,15 @@ def main() -> int:
     given = parser.parse_args()
     log = print if given.log else lambda _: None
     if given.what not in machines():
-        print(play(Scenario.parse(Path(given.what).read_text(encoding="utf-8")), log), "steps")
+        allowed = f"name a file with a scenario, or one of {', '.join(machines())}"
+        try:
+            scenario = Scenario.parse(Path(given.what).read_text(encoding="utf-8"))
+            machines()[scenario.machine]
+        except OSError as error:
+            parser.error(f"{given.what}: {error.strerror}: {allowed}")
+        except (KeyError, ValueError) as error:
+            parser.error(f"{given.what}: not a scenario ({error}): {allowed}")
+        print(play(scenario, log), "steps")
         return 0
     done, seed, begun = 0, given.seed, time.perf_counter()
     while done < given.steps:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
 
+from simulation.__main__ import main
 from simulation.mutants import MUTANTS, Mutant
 from simulation.play import (
     Failed,
@@ -191,3 +193,26 @@ def test_lock_is_held_by_one_thread_at_a_time() -> None:
     done: list[bool] = []
     world.spawn(0, main)
     world.run(lambda: bool(done), 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file or directory"),
+        ("hello\n", r"not a scenario \('machine'\)"),
+        ("machine spam\nseed 1\n", r"not a scenario \('spam'\)"),
+        ("machine groups\nseed x\n", "not a scenario .*'x'"),
+    ],
+)
+def test_a_file_without_a_scenario_is_refused_in_one_line(
+    text: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    path = tmp_path / "scenario.txt"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr("sys.argv", ["simulation", str(path)])
+    with pytest.raises(SystemExit):
+        main()
+    *_, line = capsys.readouterr().err.splitlines()
+    assert re.search(f"{re.escape(str(path))}: {said}.*name a file with a scenario", line)
