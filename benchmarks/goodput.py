@@ -130,6 +130,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     for kind in args.kinds:
         if kind not in faults.KINDS:
             raise unknown("kind of fault", kind, faults.KINDS)
+    rows = {row: row_settings(row) for row in args.strategies}
     drawn = faults.schedule(args.seed, args.minutes, args.replicas, args.faults, args.kinds)
     settings = {key: getattr(args, key) for key in ("minutes", "replicas", "seed", "kinds", "rate")}
     settings |= {"faults": len(drawn), "every": EVERY, "slow": SLOW,
@@ -140,7 +141,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> list[str]:
     if args.schedule:
         write(args.json, report)
         return []
-    rows = {row: settings | row_settings(row) for row in args.strategies}
+    rows = {row: settings | own for row, own in rows.items()}
     check_memory(rows, args.replicas)
     for row, own in rows.items():
         found = report["rows"][row] = measured(row, own, drawn, args)

@@ -171,7 +171,7 @@ def measure(figure: Figure) -> int:
     file = KEPT / f"{figure.name}.json"
     raw = file.with_suffix(".measured")
     raw.unlink(missing_ok=True)
-    about, stolen, began = machine.describe(), machine.StolenShare(), time.monotonic()
+    about, others, began = machine.describe(), machine.Disturbances(), time.monotonic()
     print(f"$ {figure.command}", flush=True)
     code = subprocess.run(
         figure.words(figure.command, raw.relative_to(ROOT)), cwd=ROOT, check=False
@@ -193,7 +193,7 @@ def measure(figure: Figure) -> int:
         "commit": _git("rev-parse", "--short", "HEAD"),
         "uncommitted": bool(_git("status", "--porcelain", "--", "src", "native", "benchmarks")),
         "versions": machine.versions(),
-        "machine": about | {"load_after": os.getloadavg()[0], "stolen_share": stolen()},
+        "machine": about | {"load_after": os.getloadavg()[0]} | others(),
         "exercises": {each: digest(each) for each in figure.exercises},
         "tables": report.pop("tables"),
         "report": report,
@@ -232,8 +232,8 @@ def shown(kept: Mapping[str, Any]) -> str:
     ]
     if kept["exit_code"]:
         lines[-1] += " The command names limits that were missed."
-    if spoiled := machine.disturbed(about):
-        lines[-1] += f" **{spoiled[0].upper()}{spoiled[1:]}.**"
+    for each in machine.disturbed(about):
+        lines[-1] += f" **{each[0].upper()}{each[1:]}.**"
     if stale := changed(kept):
         names = ", ".join(f"`{each}`" for each in stale)
         lines[-1] += f" **Stale: {names} changed since.**"

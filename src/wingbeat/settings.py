@@ -274,6 +274,15 @@ def number_of(text: str) -> float | None:
     return None if text.lower() == "none" else float(text)
 
 
+_ALLOWED: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    count_of: "a whole number or none",
+    number_of: "a number or none",
+}
+"""What an option takes, by the function that parses it."""
+
+
 def read_options(
     text: str, kinds: dict[str, Any], *, where: str, instead: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
@@ -301,8 +310,11 @@ def _convert(kind: Callable[[str], Any], key: str, value: str, where: str) -> An
     except UsageError:  # its message is more specific
         raise
     except ValueError:
-        kind_name = getattr(kind, "__name__", "value").removesuffix("_of")
-        raise UsageError(f"option {key}={value!r} in {where!r} is no valid {kind_name}") from None
+        allowed = _ALLOWED.get(kind)
+        raise UsageError(
+            f"option {key}={value!r} in {where!r} is no valid "
+            + (f"value: it takes {allowed}" if allowed else getattr(kind, "__name__", "value"))
+        ) from None
 
 
 def _groups(key: str, text: str, where: str) -> tuple[tuple[str, float], ...]:

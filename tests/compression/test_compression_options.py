@@ -61,7 +61,10 @@ def test_a_name_stands_for_settings_in_every_strategy(text, meant) -> None:
         ("fp32@1", "unknown compression"),
         ("fp32:bits=3", "'fp32:bits=3': fp32 has no options; write fp32"),
         ("sketch:bit=3", r"unknown option 'bit' in 'sketch:bit=3' \(did you mean 'bits'"),
-        ("sketch:bits=x", "option bits='x' in 'sketch:bits=x' is no valid int"),
+        (
+            "sketch:bits=x",
+            "option bits='x' in 'sketch:bits=x' is no valid value: it takes a whole number",
+        ),
         ("sketch:bits=", "option 'bits' in 'sketch:bits=' has no value"),
         ("fp16:groups=a@3", "unknown option 'groups'"),
         ("sketch:groups=a", "groups='a': 'a' is no group; write PATTERN@BITS"),

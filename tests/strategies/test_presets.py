@@ -139,7 +139,7 @@ def test_the_defaults_of_canary_are_the_paper_s_and_exact_where_nobody_is_ahead(
 
 def test_thresholds_are_spelled_with_none() -> None:
     assert parse("canary:s=18,p=6") == wingbeat.Canary(s=18, p=6)
-    with pytest.raises(UsageError, match=r"option s='x' in 'canary:s=x' is no valid count$"):
+    with pytest.raises(UsageError, match=r"option s='x' in .* it takes a whole number or none$"):
         parse("canary:s=x")
     assert parse("canary:s=none,colayers=4") == wingbeat.Canary(s=None, colayers=4)
     assert parse("strategy:exchange=bounded@none,schedule=stale,plan=colayers") == (

@@ -117,8 +117,7 @@ def printed(digits: Report, paced: Report) -> Printed:
         "accuracy: on test images",
         "real: trains on data; paced: real bytes, emulated computation, cannot learn",
     ]
-    if spoiled := disturbed(digits.machine, paced.machine):
-        notes.append(spoiled)
+    notes += disturbed(digits.machine, paced.machine)
     return Printed.of("Measured in this run", _COLUMNS, rows, notes)
 
 

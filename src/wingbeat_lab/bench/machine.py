@@ -14,6 +14,8 @@ from wingbeat.profiling.processor import processor_name
 
 STOLEN_MUCH = 0.03
 """Share of the processors' stolen time from which a table warns."""
+OTHERS_MUCH = 0.1
+"""Share of other processes' time from which a table warns; the system's own daemons have 1%."""
 
 
 def describe() -> dict[str, Any]:
@@ -35,30 +37,50 @@ def stolen_seconds() -> float:
     return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
-class StolenShare:
-    """Share of stolen CPU time since this object was created, from 0 to 1."""
+def others_seconds() -> float:
+    """CPU seconds since boot of all processes but this one and those that it has waited for."""
+    whole, own = psutil.cpu_times(), os.times()
+    return float(whole.user + whole.nice + whole.system) - sum(own[:4])
+
+
+class Disturbances:
+    """Shares of the processors that others had since this object was created, from 0 to 1."""
 
     def __init__(self) -> None:
-        self._began, self._stolen = time.monotonic(), stolen_seconds()
+        self._began = time.monotonic()
+        self._stolen, self._others = stolen_seconds(), others_seconds()
 
-    def __call__(self) -> float:
-        """Return the share."""
+    def __call__(self) -> dict[str, float]:
+        """Return ``stolen_share``, of other machines, and ``others_share``, of other processes.
+
+        The processes whose figures count must have ended, and this process have waited for them.
+        """
         wall = (time.monotonic() - self._began) * (psutil.cpu_count() or 1)
-        return min(1.0, max(0.0, stolen_seconds() - self._stolen) / max(wall, 1e-9))
+        found = {
+            "stolen_share": stolen_seconds() - self._stolen,
+            "others_share": others_seconds() - self._others,
+        }
+        return {name: min(1.0, max(0.0, it) / max(wall, 1e-9)) for name, it in found.items()}
 
 
-def disturbed(*abouts: dict[str, Any]) -> str:
-    """Return a warning if stolen time has disturbed the figures; empty otherwise.
+def disturbed(*abouts: dict[str, Any]) -> list[str]:
+    """Return a warning for each kind of disturbance of the figures.
 
-    ``abouts`` has, for each shown run, the result of `describe` and its ``stolen_share``.
+    ``abouts`` has, for each shown run, the result of `describe` and `Disturbances`.
     """
-    share = max(about.get("stolen_share", 0.0) for about in abouts)
-    if share < STOLEN_MUCH:
-        return ""
-    return (
-        f"other machines on this host had {share:.0%} of the processors' time meanwhile: "
-        "times are too long, ratios uncertain; measure again"
+    stolen, others = (
+        max(about.get(name, 0.0) for about in abouts) for name in ("stolen_share", "others_share")
     )
+    found = []
+    if stolen >= STOLEN_MUCH:
+        found.append(f"other machines on this host had {stolen:.0%}")
+    if others >= OTHERS_MUCH:
+        found.append(f"other processes on this machine had {others:.0%}")
+    return [
+        f"{each} of the processors' time meanwhile: times are too long, ratios uncertain; "
+        "measure again"
+        for each in found
+    ]
 
 
 def versions() -> dict[str, str]:

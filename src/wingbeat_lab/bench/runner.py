@@ -91,7 +91,7 @@ def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False
         WorkerError: a worker failed; the message has its rank and its last lines.
     """
     checked = config.check()
-    about, stolen_share = machine.describe(), machine.StolenShare()
+    about, disturbances = machine.describe(), machine.Disturbances()
     with _own_folder() as folder, Progress(checked, quiet=quiet) as progress:
         config_path, result_path = folder / "config.json", folder / "result.json"
         config_path.write_text(config.to_json(), encoding="utf-8")
@@ -105,7 +105,7 @@ def run(config: BenchConfig, *, command: Sequence[str] = (), quiet: bool = False
         )
         if ended.exit_code:
             raise _failure(ended, listener)
-        about["stolen_share"] = stolen_share()
+        about |= disturbances()
         raw = json.loads(result_path.read_text(encoding="utf-8"))
         events = _events(checked, folder)
     report = _report(checked, raw, about, command, ended.cross)

@@ -362,9 +362,7 @@ def _caption(report: Report) -> list[str]:
     for what, flags in listed.items():
         if names := sorted({r.strategy for r, so in zip(report.runs, flags, strict=True) if so}):
             lines.append(f"{what}: {', '.join(names)}")
-    if spoiled := disturbed(report.machine):
-        lines.append(spoiled)
-    return lines
+    return lines + disturbed(report.machine)
 
 
 def decided(decision: dict[str, Any]) -> str:

@@ -285,6 +285,9 @@ def test_the_table_says_when_others_had_the_processors() -> None:
     spoiled = replace(report(), machine={"cores": 2, "stolen_share": 0.15})
     assert "had 15% of the processors' time meanwhile" in str(table.render(spoiled).caption)
     assert "had 15% of" in str(demo.render(demo.printed(quiet, spoiled)).caption)
+    busy = replace(report(), machine={"cores": 2, "others_share": 0.4})
+    assert "other processes on this machine had 40%" in str(table.render(busy).caption)
+    assert "other processes on this machine had 40%" in str(demo.printed(quiet, busy).notes)
 
 
 def test_without_lockstep_the_mean_counts_and_not_the_median() -> None:
