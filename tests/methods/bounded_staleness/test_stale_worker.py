@@ -231,6 +231,17 @@ def test_slow_resume_keeps_place_while_peer_drains_again() -> None:
     assert sums == [(at, 1)] * 2, "each piece once"
 
 
+def test_finished_worker_ahead_drains_after_the_round_that_its_peers_count() -> None:
+    """Its peers add two to the iteration that it would begin next; see `Progress`."""
+    ahead = machine(0, 2, StalenessBound(None, 1, 1))
+    ahead.begin_iteration()
+    ahead.send_colayer(0, [1.0, 1.0])
+    ahead.end_iteration()
+    ahead.finish()
+    last = progress_messages(ahead)[-1]
+    assert (last.iteration, last.zeta, last.sent_through, last.finished) == (1, 1, 2, True)
+
+
 def test_change_colayers_removes_worker_lost_meanwhile() -> None:
     """Worker 1 was drained with all, and has been restarted since."""
     worker = (

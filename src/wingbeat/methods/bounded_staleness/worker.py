@@ -290,6 +290,8 @@ class Worker:
     def finish(self) -> None:
         """Begin no more iterations, and let all workers apply what is in flight."""
         self.finished, self._inside = True, False
+        # The others count the next iteration as entered. Two numbers of rounds would never drain.
+        self._enter(self.iteration)
         self._advance()
 
     @property
