@@ -6,6 +6,7 @@ import concurrent.futures._base as futures
 import itertools
 import math
 import random
+from typing import Any
 
 import numpy as np
 
@@ -76,9 +77,10 @@ class Servers:
             for n in job.sizes
         ]
         self.checked = 0
-        self.finished: dict[int, float] = {}  # when a worker had all sums
+        self.finished: dict[int, float] = {}  # when a worker had ended
         self.pending: set[int] = set()
         self.errors: list[str] = []
+        self.clients: dict[int, Any] = {}
         # A turn of a worker, and seconds in which the end of a process is found and reported.
         self.detected_s = 1.2 * len(job.sizes) + 5.0
         self.limit_s = MAX_WAIT_FACTOR * TIMEOUT_S + 60.0
@@ -124,6 +126,7 @@ class Servers:
 
     def note(self, error: Exception) -> None:
         self.world.log(f"{self.world.now:10.3f} {error}")
+        self.world.check_not_in_vain(error, self.detected_s)
         if self.world.scenario.kills_only:
             self.check_cause(error)
         for wrong in ("malformed", "unexpected message", "Error:"):
@@ -131,13 +134,17 @@ class Servers:
         self.errors.append(str(error))
 
     def check_cause(self, error: Exception) -> None:
-        """An error comes soon after a process was killed, and names one that has ended."""
+        """An error comes soon after a process was killed, and names one that has failed."""
         never = math.inf
         at = [t for (n, _), t in self.world.killed.items() if t < self.finished.get(n, never)]
         assert at, f"nothing was killed: {error}"
         seconds = self.world.now - min(at)
         assert seconds <= self.detected_s, f"{seconds:g} s after a process was killed: {error}"
-        ended = [number for number, process in self.world.processes.items() if not process.alive]
+        ended = [
+            number
+            for number, process in self.world.processes.items()
+            if not process.alive or (number in self.clients and self.clients[number].failed)
+        ]
         what = str(error).partition(": ")[2]
         named = [n for n in ended if f"rank {n} " in what or f"process {n} " in what]
         assert named or "the worker that started this server has ended" in what, error
@@ -153,11 +160,12 @@ class Servers:
                 mailbox, range(job.workers, job.workers + job.servers), me=f"rank {rank}",
                 name="process {}".format, timeout=TIMEOUT_S, order=order, clock=self.world.clock,
             )  # fmt: skip
+            self.clients[rank] = client
             client.start()
             self.train(rank, client)
-            self.finished[rank] = self.world.now
             client.close()
-            self.await_servers(rank)
+            self.await_servers(rank)  # which end with it if it is killed
+            self.finished[rank] = self.world.now
         except (PeerError, RendezvousError) as error:
             self.note(error)
             if client is not None:

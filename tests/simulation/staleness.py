@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,14 +151,9 @@ class Staleness:
     def check_may_fail(self, process: Process, error: Exception) -> None:
         """If processes are killed and nothing else, the others fail only without all parameters.
 
-        That is, if all that had applied a round were killed. Or they have returned too late. None
-        waits in vain for all of its time if no fault lasts.
+        That is, if all that had applied a round were killed. Or they have returned too late.
         """
-        quiet_s = self.world.now - max(
-            (f.at + f.seconds for f in self.world.scenario.faults), default=0.0
-        )
-        waited = re.search(r"after (\d+) s", str(error))
-        assert not waited or quiet_s < float(waited[1]) - FOUND_S, f"{process} waits: {error}"
+        self.world.check_not_in_vain(error, FOUND_S)
         if self.world.scenario.kills_only and "no remaining worker has all" not in str(error):
             late = process.incarnation > 0 and bool(self.final)
             assert late, f"{process} was not killed: {error}"

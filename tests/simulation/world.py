@@ -11,6 +11,7 @@ import heapq
 import itertools
 import math
 import random
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -161,6 +162,12 @@ class World:
             yield
         finally:
             self._process = before
+
+    def check_not_in_vain(self, error: Exception, settled_s: float) -> None:
+        """No process waits all of its time if no fault has lasted into all but its beginning."""
+        quiet_s = self.now - max((f.at + f.seconds for f in self.scenario.faults), default=0.0)
+        waited = re.search(r"after (\d+) s", str(error))
+        assert not waited or quiet_s < float(waited[1]) - settled_s, f"{self.current}: {error}"
 
     @property
     def current(self) -> Process:
