@@ -241,10 +241,13 @@ def returned(fault: Fault, begin: float, events: Sequence[Event]) -> float | Non
     return next((at - since for at in steps(events) if at > first), None)
 
 
-def watched(faults: Sequence[Fault], number: int) -> float:
-    """Return the end of the time in which pauses count as those of a fault."""
+def watched(faults: Sequence[Fault], number: int, seconds: float) -> float:
+    """Return the end of the time in which pauses count as those of a fault; of ``seconds`` in all.
+
+    Training ends then, and that is no pause.
+    """
     later = [fault.at for fault in faults[number + 1 : number + 2]]
-    return min([faults[number].at + WATCHED_S, *later])
+    return min([faults[number].at + WATCHED_S, seconds, *later])
 
 
 def survivors(

@@ -600,16 +600,26 @@ class Run:
     def _outcome(self, number: int, records: Sequence[Sequence[Event]]) -> dict[str, Any]:
         """Return what a fault has done: pauses of the survivors, and when its victim was back."""
         fault = self._schedule[number]
-        begin, end = self._begin + fault.at, self._begin + faults.watched(self._schedule, number)
+        begin, end = (
+            self._begin + fault.at,
+            self._begin + faults.watched(self._schedule, number, self._seconds),
+        )
         others = faults.survivors(self._schedule, number, self._begin, records)
         if fault.kind in ("generator", "server", "disk"):
             others = list(range(self._replicas))
-        pauses = [faults.pause(faults.steps(records[n]), begin, end) for n in others]
+        next_victim = [later.victim for later in self._schedule[number + 1 : number + 2]]
+        pauses = {}
+        for n in others:
+            steps = faults.steps(records[n])
+            if n in next_victim:  # its next pause is that of the next fault
+                steps = [at for at in steps if at <= end]
+            pauses[n] = faults.pause(steps, begin, end)
         trains = fault.kind in ("generator", "server", "disk", "slow")
         return fault._asdict() | {
             "survivors": len(others),
-            "first": max((each.first for each in pauses), default=None),
-            "longest": max((each.longest for each in pauses), default=None),
+            "first": max((each.first for each in pauses.values()), default=None),
+            "longest": max((each.longest for each in pauses.values()), default=None),
+            "pauses": {n: round(each.longest, 2) for n, each in pauses.items()},
             "back": 0.0 if trains else self._back(fault),
         }
 

@@ -509,7 +509,7 @@ class StoreHandle:
         if until <= world.now:
             return self._process.alive
         world.sleep(min(seconds, until - world.now))
-        return until <= world.now and self._process.alive
+        return until <= world.now + 1e-6 and self._process.alive
 
     def set(self, key: str, value: str) -> None:
         if not self._reach():

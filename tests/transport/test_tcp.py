@@ -607,6 +607,14 @@ def test_group_with_a_dead_rank_fails_at_once_and_others_do_not(
     assert job.exchange(0, 2) == ["", ""]
 
 
+def test_group_names_the_ranks_that_have_ended_before_its_first_message(job: Job) -> None:
+    job.cut(1)
+    assert GroupLink(job.links[0], Group((0, 1, 2), 100)).connect() == [], "it was only cut off"
+    job.links[1].close()
+    assert GroupLink(job.links[2], Group((0, 1, 2), 101)).connect() == [1]
+    assert GroupLink(job.links[2], Group((0, 2), 102)).connect() == []
+
+
 def test_restarted_rank_with_another_key_is_refused(job: Job) -> None:
     job.restart(1, key=b"another key here")
     with pytest.raises(RuntimeError, match="no connection"):

@@ -91,6 +91,10 @@ def shared_memory_enabled(env: Mapping[str, str] = os.environ) -> bool:
     return is_on(SWITCH, env)
 
 
+class _EndedRankError(RendezvousError):
+    """No process listens at a rank's address, where one did."""
+
+
 class _EngineLink:
     """Sends and receives single messages over connections of the extension."""
 
@@ -165,12 +169,21 @@ class GroupLink(_EngineLink):
         self.name = link.name
         self._link, self._ranks = link, list(group.ranks)
         self._id, self._closed = _number_of(group), False
+        self._ended: list[int] = []
 
     def _connect(self) -> _native.Group:
-        if self._link.port is not None and not self._closed:
-            for rank in self._ranks:
-                self._link.port.reach(rank)
+        port = self._link.port
+        if port is not None and not self._closed:
+            self._ended = [rank for rank in self._ranks if not port.reach(rank)]
         return _native.Group(self._link.nic, self._id, self._ranks)
+
+    def connect(self) -> list[int]:
+        """Restore connections that were lost; return the ranks without a process that listens.
+
+        These have ended. The first message would wait for them as for a rank that is cut off.
+        """
+        assert self.native, "the first use connects"
+        return self._ended
 
     def abort_waits(self) -> None:
         """End all waits of all members in this group."""
@@ -553,24 +566,29 @@ class _Port(threading.Thread):
                     "output"
                 )
 
-    def reach(self, peer: int) -> None:
-        """Connect to a rank if there is no connection; log why if that is impossible."""
+    def reach(self, peer: int) -> bool:
+        """Connect to a rank if there is no connection; log why if that is impossible.
+
+        Return False if no process listens at its address: it has ended.
+        """
         if peer == self._rank or self.nic.connected(peer):
-            return
+            return True
         with self._changed:
             if not self._changed.wait_for(lambda: not self._connecting(peer), _AGAIN_S):
-                return
+                return True
             if self.nic.connected(peer):
-                return
+                return True
             self._dialing.add(peer)
         try:
             self.dial(peer, time.monotonic() + _AGAIN_S)
         except RendezvousError as error:
             log.warning("%s", error)
+            return not isinstance(error, _EndedRankError)
         finally:
             with self._changed:
                 self._dialing.discard(peer)
                 self._changed.notify_all()
+        return True
 
     def _connecting(self, peer: int) -> bool:
         return peer in self._dialing or any(each.peer == peer for each in self._admitted)
@@ -610,7 +628,7 @@ class _Port(threading.Thread):
                     checked, how = now, self._ranks.how_ended(peer)
                 if how or now >= deadline or not temporary:
                     me, other = (self._ranks.members[each] for each in (self._rank, peer))
-                    raise RendezvousError(
+                    raise (_EndedRankError if gone else RendezvousError)(
                         f"rank {me} at {own.address} on interface {own.name} did not reach "
                         f"rank {other} at {place.address} after {time.monotonic() - begin:.1f} s: "
                         f"{how or error}; check that every host can reach this address, or name "

@@ -248,12 +248,16 @@ def test_last_message_of_a_generator_that_leaves_is_handled() -> None:
     assert one.fallback is None
 
 
-def test_fallback_with_rules_of_everyone_has_one_group() -> None:
-    one = client(FakeMailbox(sent(Removed(2, 0, Reason.LATE, False))), Rules.all_workers())
+@pytest.mark.parametrize(
+    ("why", "members"), [(Reason.SILENT, (0, 1, 3)), (Reason.LATE, (0, 1, 2, 3))]
+)
+def test_fallback_with_rules_of_everyone_has_one_group(why: Reason, members: tuple) -> None:
+    """A late worker is alive: it takes part, and is not marked as lost for good."""
+    one = client(FakeMailbox(sent(Removed(2, 0, why, False))), Rules.all_workers())
     runs: list[Run] = []
     for _ in range(3):
         one.step(FunctionReducer(lambda run, alive: runs.append(run)))
-    assert [run.members for run in runs] == [(0, 1, 3)] * 3
+    assert [run.members for run in runs] == [members] * 3
 
 
 def test_group_of_one_averages_nothing() -> None:
@@ -366,8 +370,18 @@ def test_synchronize_alone_fails_unless_all_others_died_or_left(why: Reason, mis
     if why in (Reason.DIED, Reason.LEFT) and not missed:
         one.synchronize(reducer)
         return
-    with pytest.raises(PeerError, match=r"rank 1: no other worker takes part .* rank 3 .*alone"):
+    text = r"rank 1: no other worker takes part .* rank 3 .*alone"
+    if why is Reason.FINISHED:
+        text = "rank 1: rank 3 completed the last mean of all models and left, and this worker"
+    with pytest.raises(PeerError, match=text):
         one.synchronize(reducer)
+
+
+def test_synchronize_with_others_fails_if_one_has_left_after_a_mean_that_none_of_them_has() -> None:
+    finished = sent(Removed(3, 0, Reason.FINISHED, False))
+    one = client(FakeMailbox(finished, run_message(9, 1, (0, 1), 0)))
+    with pytest.raises(PeerError, match=r"rank 1: rank 3 completed the last mean .* from one$"):
+        one.synchronize(FunctionReducer(lambda run, alive: None))
 
 
 def test_stale_run_is_abandoned_after_an_exclusion() -> None:
@@ -428,7 +442,7 @@ def test_protocol_violations_of_the_generator_raise(message: Received, said: str
 
 
 def test_fallback_starts_the_static_schedule_at_its_first_step() -> None:
-    box = FakeMailbox(run_message(7, 0, (0, 1), 0), sent(Removed(3, 0, Reason.LATE, False)))
+    box = FakeMailbox(run_message(7, 0, (0, 1), 0), sent(Removed(3, 0, Reason.DIED, False)))
     one = client(box)
     runs: list[Run] = []
     for _ in range(6):
@@ -515,8 +529,8 @@ def test_messages_from_before_the_generator_died_are_handled() -> None:
     """It ends with the worker that has started it, and removes that one."""
     box = FakeMailbox()
     box.arrived += [
-        sent(Removed(3, 0, Reason.LATE, False)),
-        sent(Removed(0, 0, Reason.LATE, False)),
+        sent(Removed(3, 0, Reason.SILENT, False)),
+        sent(Removed(0, 0, Reason.DIED, False)),
     ]
     one, runs = client(box, Rules.all_workers()), []
     one.step(FunctionReducer(lambda run, coming: runs.append(run.members)))

@@ -497,7 +497,7 @@ def test_worker_that_missed_a_synchronization_learns_it_in_its_own() -> None:
     outs = [
         message for message in rig.received(1) if isinstance(message, Removed) and message[0] == 0
     ]
-    assert {message[2:] for message in outs} == {(Reason.LEFT, 1)}
+    assert {message[2:] for message in outs} == {(Reason.LEFT, 1), (Reason.FINISHED, 1)}
 
 
 def test_worker_that_was_in_the_last_synchronization_has_missed_none() -> None:
@@ -514,6 +514,45 @@ def test_worker_that_was_in_the_last_synchronization_has_missed_none() -> None:
     rig.send(1, Synchronize())
     outs = [message for message in rig.received(1) if isinstance(message, Removed)]
     assert {message[2:] for message in outs} == {(Reason.LEFT, 0)}
+
+
+def test_members_of_a_synchronization_learn_who_has_left_after_one_that_none_of_them_has() -> None:
+    """Worker 3 completes it and leaves; the average of the others fails because of worker 2."""
+    rig = Rig(workers=4)
+    for worker in range(4):
+        rig.send(worker, Synchronize())
+    (run,) = rig.runs(3)
+    rig.send(3, Done(run.number, run.epoch))
+    rig.box.left.add(3)
+    rig.advance(1.0)
+    for worker in (0, 1):
+        rig.received(worker)
+    rig.send(0, Lost(run.number, run.epoch, 2))
+    for worker in (0, 1):
+        messages = rig.received(worker)
+        *_, last = (m for m in messages if isinstance(m, Removed) and m.worker == 3)
+        again = next(m for m in messages if isinstance(m, RunMessage))
+        assert again.members == (0, 1)
+        assert last.reason == Reason.FINISHED
+        assert messages.index(last) < messages.index(again)
+
+
+def test_worker_that_leaves_after_a_synchronization_of_a_member_has_no_other_model() -> None:
+    rig = Rig(workers=3)
+    for _ in range(2):
+        for worker in range(3):
+            rig.send(worker, Synchronize())
+        for worker in range(3):
+            (run,) = rig.runs(worker)
+            rig.send(worker, Done(run.number, run.epoch))
+    rig.box.left.add(2)
+    rig.advance(1.0)
+    for worker in (0, 1):
+        rig.received(worker)
+        rig.send(worker, Synchronize())
+    messages = [*rig.received(0), *rig.received(1)]
+    assert RunMessage in map(type, messages)
+    assert Reason.FINISHED not in [m.reason for m in messages if isinstance(m, Removed)]
 
 
 def test_worker_that_waits_for_a_long_step_learns_for_whom() -> None:

@@ -186,8 +186,9 @@ def test_survivors_are_the_replicas_that_no_fault_holds_up(faults: ModuleType) -
     assert faults.survivors(schedule, 0, 10.0, records) == [1, 2]
     assert faults.survivors(schedule, 2, 10.0, records) == [1]
     assert faults.survivors(schedule, 3, 10.0, records) == [0]
-    assert faults.watched(schedule, 0) == 2.0
-    assert faults.watched(schedule, 3) == 25.0 + faults.WATCHED_S
+    assert faults.watched(schedule, 0, 100.0) == 2.0
+    assert faults.watched(schedule, 3, 1000.0) == 25.0 + faults.WATCHED_S
+    assert faults.watched(schedule, 3, 26.0) == 26.0
 
 
 # -- the bound ---------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ _REASONS = {
     Reason.SILENT: "has given no sign for long",
     Reason.LEFT: "has left",
     Reason.DIED: "has ended",
+    Reason.FINISHED: "has left after a mean that no other worker has",
 }
 
 State = TypeVar("State")
@@ -254,10 +255,17 @@ class Client:
 
         The others may make steps before; their groups do not wait for this worker. Lost workers are
         left out. Afterwards all have the same parameters. Raises PeerError if the mean is of this
-        worker alone, and others have another model.
+        worker alone, and others have another model; or if workers have left after a mean that they
+        completed, and no other worker did.
         """
         if not self._take_part(reducer, synchronize=True):
             return
+        if finished := [w for w, reason in self._inactive.items() if reason == Reason.FINISHED]:
+            raise PeerError(
+                f"{self._me}: {', '.join(map(self._name, sorted(finished)))} completed the last "
+                "mean of all models and left, and this worker could not complete it: its weights "
+                "differ from theirs: use a checkpoint of theirs, or start the job again from one"
+            )
         # Others have no other model if all have died or left, none after one without this worker.
         alive = set(self._inactive.values()) - {Reason.DIED, Reason.LEFT}
         if len(self._members) <= 1 and (self._missed or alive):
@@ -523,10 +531,12 @@ class Client:
         reducer.close()
         self._handle_received()
         self._table.mark_fallback(self._worker, self._member.last, self._generation)
-        for worker, reason in self._inactive.items():
+        # A late worker is alive: it takes part again, as without a generator none is late.
+        gone = {w: reason for w, reason in self._inactive.items() if reason != Reason.LATE}
+        for worker, reason in gone.items():
             # The other workers may not have detected the loss.
-            self._table.mark_lost(worker, left=reason == Reason.LEFT)
-        self._make_static(self._inactive)
+            self._table.mark_lost(worker, left=reason in (Reason.LEFT, Reason.FINISHED))
+        self._make_static(gone)
         if self._search is not None:
             self._search.begin(self._generation)
         how = "contain all workers" if self._rules.whole else "follow the static schedule"
@@ -593,7 +603,11 @@ class Client:
         self._connection = GeneratorConnection(mailbox, self._me, self._generator, self._timeout)
         self._connection.watch = watch
         self._member, self._requests = Member(self._worker, self._rules), 0
-        self._inactive = dict.fromkeys(static.lost_peers - {self._worker}, Reason.DIED)
+        # Those that this worker could not reach may train on.
+        self._inactive = {
+            each: Reason.LEFT if self._table.has_left(each) else Reason.SILENT
+            for each in static.lost_peers - {self._worker}
+        }
         self._unserved.clear()
         self._static, self.fallback = None, None
         self._record(

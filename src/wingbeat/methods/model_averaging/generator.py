@@ -536,6 +536,10 @@ class Reason(enum.IntEnum):
     """Its connections closed without a shutdown message."""
     LEFT = 3
     """It has shut down gracefully."""
+    FINISHED = 4
+    """It has shut down gracefully after a synchronization that no remaining worker has completed:
+    their models differ from its own.
+    """
 
 
 class Removed(NamedTuple):

@@ -17,6 +17,7 @@ from wingbeat.methods.model_averaging.static_client import ABANDONED, Arrival
 from wingbeat.observe.events import AVERAGES, stream
 from wingbeat.transport.failures import FailureAttribution
 from wingbeat.transport.link import group_prefix
+from wingbeat.transport.tcp import GroupLink
 from wingbeat.types import Group, Span
 
 if TYPE_CHECKING:
@@ -174,6 +175,10 @@ class GroupAllReduce:
             group = Group(run.members, epoch=self.first + connection)
             inner = self._world.open_group(group)
             self._open[connection] = group, inner, Collectives(inner)
+            for ended in (link.connect() for link in inner.links if isinstance(link, GroupLink)):
+                if ended:
+                    self.close([connection])
+                    return ended[0]
         collectives = self._open[connection][2]
         self.members = run.members
         inside = slice(self.part.start, self.part.stop)

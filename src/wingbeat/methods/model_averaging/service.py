@@ -35,7 +35,7 @@ from wingbeat.methods.model_averaging.generator import (
     Synchronize,
 )
 from wingbeat.methods.model_averaging.rules import Rules
-from wingbeat.methods.model_averaging.static_client import StatusTable
+from wingbeat.methods.model_averaging.static_client import Status, StatusTable
 from wingbeat.methods.model_averaging.succession import START_S, GeneratorSearch
 from wingbeat.observe.log import log_event
 from wingbeat.schema import MalformedMessage
@@ -140,6 +140,7 @@ class _Worker:
     fetching: bool = False  # has no complete state to send
     synchronizing: bool = False  # the group of all workers is not done
     expected: bool = False  # was connected to the generator before this one, and is not to this one
+    synchronized: int = -1  # the number of the last group of all workers that it has completed
 
 
 # -- the service --------------------------------------------------------------------------
@@ -353,6 +354,7 @@ class GroupService(Actor):
             steps.stop(worker)
         elif state.synchronizing:
             state.synchronizing = state.behind = state.stale = False
+            state.synchronized = number
             self._start_pause(worker, now)
         else:
             steps.start(worker, now)
@@ -374,6 +376,7 @@ class GroupService(Actor):
             if self._workers[run.members[0]].synchronizing:
                 if len(run.members) == 1:
                     self._send_inactive(run.members[0])  # with the reasons as known by now
+                self._send_finished(run.members)
                 for worker, state in enumerate(self._workers):
                     if worker not in self._generator:  # the state that it copies may be of before
                         state.missed, state.fetching = True, False
@@ -439,6 +442,14 @@ class GroupService(Actor):
             if other != worker and other not in self._generator:
                 self._send_removed(worker, other)
 
+    def _send_finished(self, members: Sequence[int]) -> None:
+        """Send members of a synchronization the workers that left after one that none has completed."""
+        last = max(self._workers[member].synchronized for member in members)
+        for worker in sorted(self.mailbox.left):
+            if worker < len(self._workers) and self._workers[worker].synchronized > last:
+                for member in members:
+                    self._send_removed(member, worker, Reason.FINISHED)
+
     def _remove_for_good(self, worker: int) -> None:
         state = self._workers[worker]
         state.gone, state.silent, state.expected = True, False, False
@@ -461,16 +472,18 @@ class GroupService(Actor):
         self._steps.stop(worker)
         return generator.mark_late(worker)
 
-    def _send_removed(self, to: int, worker: int) -> None:
+    def _send_removed(self, to: int, worker: int, reason: Reason | None = None) -> None:
         requests = self._workers[worker].requests % ID_LIMIT
-        self._send(to, Removed(worker, requests, self._reason(worker), self._workers[to].missed))
+        why = self._reason(worker) if reason is None else reason
+        self._send(to, Removed(worker, requests, why, self._workers[to].missed))
 
     def _reason(self, worker: int) -> Reason:
         if worker in self.mailbox.left:
             return Reason.LEFT
         state = self._workers[worker]
-        never = self._expected is not None and worker not in self.mailbox.peers
-        if never or worker in self.mailbox.unconnected():
+        if self._expected is not None and worker not in self.mailbox.peers:
+            return Reason.SILENT  # it may train on with the former generator
+        if worker in self.mailbox.unconnected():
             return Reason.DIED
         if state.silent or state.stale:
             return Reason.SILENT
@@ -656,6 +669,8 @@ class GeneratorConfig:
                     f"{self.timeout:g} s; start all workers again from a checkpoint"
                 )
             mailbox = found
+            # Those that still have the former generator, and await this worker, search for it too.
+            table.publish(rank, Status(incarnation))
         return Client(
             mailbox, rank, generator, layout, self.rules, self.timeout, table, is_running, name,
             search=search, generation=incarnation,
