@@ -30,14 +30,6 @@ SHORT, LONG = 4_000, 50_000
 """Steps of a machine in `make test` and in `make test-slow`."""
 
 
-OPEN = pytest.mark.xfail(
-    raises=Failed, strict=True, reason="seed 1000003: weights differ after the drain"
-)
-"""A fault that the simulation has found, and that is not mended yet."""
-
-LONG_RUNS = [pytest.param(name, marks=OPEN) if name == "groups" else name for name in machines()]
-
-
 SCENARIOS_OF_A_MUTANT = 200
 """At most as many are played until one fails."""
 
@@ -51,7 +43,7 @@ def test_random_scenarios_hold_the_invariants(machine: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("machine", LONG_RUNS)
+@pytest.mark.parametrize("machine", machines())
 def test_more_random_scenarios_hold_the_invariants(machine: str) -> None:
     _, steps = play_steps(machine, LONG, first=1_000_000)
     assert steps >= LONG
