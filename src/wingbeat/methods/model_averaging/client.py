@@ -620,6 +620,7 @@ class Client:
         self._inactive = {w: known.get(w, Reason.SILENT) for w in static.lost_peers}
         # The others may have synchronized since they have continued without this worker.
         self._left_behind |= self._inactive.pop(self._worker, None) is not None
+        self._left_behind |= self._missed  # the next generator does not know it
         self._unserved.clear()
         self._static, self.fallback = None, None
         self._record(
