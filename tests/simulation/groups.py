@@ -10,7 +10,7 @@ from simulation.averages import Averages, Column
 from simulation.network import Network, SimulatedStore, detectors
 from simulation.scenario import FaultRates, Scenario, draw_faults
 from simulation.world import Process, World, virtual
-from wingbeat.errors import PeerError, RendezvousError
+from wingbeat.errors import PeerError, RendezvousError, WingbeatError
 from wingbeat.methods.model_averaging import (
     client,
     followers,
@@ -156,9 +156,13 @@ class Groups:
 
     def replica(self, worker: int, rank: int, incarnation: int) -> None:
         process = self.world.current
+        trainer = Trainer(self, process, worker, rank, incarnation)
         try:
-            Trainer(self, process, worker, rank, incarnation).train()
-        except (PeerError, RendezvousError) as error:
+            trainer.train()
+        except (PeerError, RendezvousError, RuntimeError) as error:
+            needs_store = not trainer.connected and "store is unavailable" in str(error)
+            if not isinstance(error, WingbeatError) and not needs_store:
+                raise
             self.note(f"worker {worker} rank {rank}", error)
             self.check_may_fail(worker, incarnation, error)
         self.world.end(process)
@@ -212,6 +216,7 @@ class Trainer:
         self.column.value = 1000.0 * rank + worker
         self.step = self.syncs = self.calls = self.seen = 0
         self.leader: Leader | None = None
+        self.connected = False
 
     def connect(self) -> None:
         groups, worker = self.groups, self.worker
@@ -240,8 +245,9 @@ class Trainer:
             self.leader = Leader(self.channel, self.column)
         try:
             self.client = groups.config().client(
-                store, worker, self.incarnation > 0, self.is_running, start=groups.start_generator
-            )
+                store, worker, self.incarnation > 0, self.is_running, start=groups.start_generator,
+                has_died=self.has_died,
+            )  # fmt: skip
         except BaseException as error:
             if self.channel is not None:
                 self.channel.tell_error(error)
@@ -256,9 +262,13 @@ class Trainer:
     def is_running(self, worker: int) -> bool:
         return self.world.processes[worker].alive
 
+    def has_died(self, worker: int) -> bool:
+        return not self.is_running(worker) and (worker, 0) not in self.groups.final
+
     def train(self) -> None:
         with self.world.limited(self.groups.limit_s, "connecting"):
             self.connect()
+        self.connected = True
         if self.incarnation:
             self.fetch()
         while self.step < self.groups.steps:

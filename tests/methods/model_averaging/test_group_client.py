@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -536,6 +536,86 @@ def test_messages_from_before_the_generator_died_are_handled() -> None:
     one.step(FunctionReducer(lambda run, coming: runs.append(run.members)))
     assert runs == [(1, 2)]
     assert one._table.lost() == {0, 3}
+
+
+@pytest.mark.parametrize(("copies", "members"), [(False, (0, 1, 2, 3)), (True, (0, 1, 2))])
+def test_late_worker_is_in_groups_without_a_generator_unless_it_must_copy_a_state(
+    copies: bool, members: tuple[int, ...]
+) -> None:
+    one = client(FakeMailbox(sent(Removed(3, 0, Reason.LATE, False))), Rules.all_workers())
+    one.copies_state = copies
+    runs: list[tuple[int, ...]] = []
+    one.step(FunctionReducer(lambda run, coming: runs.append(run.members)))
+    assert runs == [members]
+    assert one._table.lost() == {0, 1, 2, 3}.difference(members)
+
+
+class NextGenerator:
+    """As `GeneratorSearch`: it has found another generator, which sends messages."""
+
+    def __init__(self, *messages: Received) -> None:
+        self.box, self.number, self.runs = FakeMailbox(*messages), 0, False
+        self.begun = 0
+
+    def begin(self, lost: int) -> None:
+        self.number, self.begun = 2 * (lost + 1), self.begun + 1
+
+    def take(self) -> FakeMailbox | None:
+        return self.box if self.begun == 1 else None
+
+
+def alone_after_another_generator(
+    *, marked: Sequence[int] = (), died: Sequence[int] = (), left: Sequence[int] = ()
+) -> Client:
+    """Return worker 1, which has lost all others without a generator, and then found one.
+
+    Others have ``marked`` a worker as lost, and have ``left``. Some are known to have ``died``.
+    """
+    box, search = FakeMailbox(), NextGenerator(run_message(0, 0, (1,), 1))
+    box.abandon = lambda: None  # type: ignore[attr-defined]
+    store = Switchboard()
+    table, other = (StatusTable(store, "groups/", 4, worker) for worker in (1, 0))
+    one = Client(
+        box, 1, GENERATOR, Layout.even(2, 2), Rules.all_workers(), 5.0, table,  # type: ignore[arg-type]
+        search=search, has_died=lambda worker: worker in died,  # type: ignore[arg-type]
+    )  # fmt: skip
+    for worker in marked:
+        other.mark_lost(worker)
+    for worker in left:
+        StatusTable(store, "groups/", 4, worker).mark_lost(worker, left=True)
+    one.step(FunctionReducer(lambda run, coming: max(set(run.members) - {1})))
+    assert one.fallback
+    return one
+
+
+def test_synchronize_alone_fails_after_peers_were_lost_without_a_generator() -> None:
+    """They may have been cut off, or have finished."""
+    one = alone_after_another_generator(died=[0, 2])
+    with pytest.raises(PeerError, match=r"rank 1: no other worker .* rank 3 has given no sign"):
+        one.synchronize(FunctionReducer(lambda run, coming: None))
+    assert one.fallback is None
+
+
+def test_synchronize_alone_succeeds_if_the_lost_peers_have_died_or_left() -> None:
+    one = alone_after_another_generator(died=[0, 3], left=[2])
+    one.synchronize(FunctionReducer(lambda run, coming: None))
+    assert one.fallback is None
+
+
+def test_synchronize_alone_fails_if_the_others_have_continued_without_this_worker() -> None:
+    one = alone_after_another_generator(marked=[1], left=[2, 3, 0], died=[0, 2, 3])
+    with pytest.raises(PeerError, match=r"rank 2 has left; .* have continued without rank 1"):
+        one.synchronize(FunctionReducer(lambda run, coming: None))
+
+
+def test_lost_peer_in_a_group_of_the_next_generator_is_active_again() -> None:
+    one = alone_after_another_generator()
+    back: list[int] = []
+    one.on_back = back.append
+    one._search.box.messages[0] = run_message(0, 0, (1, 2), 1)  # type: ignore[union-attr]
+    one.step(FunctionReducer(lambda run, coming: None))
+    assert back == [2]
+    assert one.lost_peers == {0, 3}
 
 
 def test_config_refuses_notified_rules() -> None:

@@ -887,7 +887,7 @@ def test_expected_worker_that_does_not_connect_is_removed(logged: bool) -> None:
     assert [run.members for run in rig.runs(0)] == [(0,)]
     rig.connect(1)  # groups have continued without it
     rig.send(1, Request())
-    assert Removed(1, 1, Reason.SILENT, False) in rig.received(1)
+    assert Removed(1, 1, Reason.SILENT, True) in rig.received(1)
 
 
 def test_rejoining_worker_waits_for_one_that_connects_and_has_a_state() -> None:

@@ -168,7 +168,8 @@ class Client:
     A wait fails after ``timeout`` seconds without a message from the generator. The generator sends
     messages while the awaited workers live; then a wait fails after `MAX_WAIT_FACTOR` times the
     timeout. ``table`` and ``is_running`` (whether a worker's process is known to run) are used
-    without a generator. ``name`` returns the name of a worker in messages.
+    without a generator. ``has_died`` returns whether a worker's process is known to have ended,
+    other than normally. ``name`` returns the name of a worker in messages.
 
     Meanwhile ``search`` finds the next generator, which one of the workers starts; None: there is
     none. This worker connects to it in a thread, and follows it from its next step on.
@@ -205,6 +206,7 @@ class Client:
         search: GeneratorSearch | None = None,
         generation: int = 0,
         record: Callable[[str, str], None] | None = None,
+        has_died: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.mailbox = mailbox
         self._connection = GeneratorConnection(mailbox, name(worker), generator, timeout)
@@ -213,7 +215,7 @@ class Client:
         self.on_generation: Callable[[int], None] = lambda _: None
         self._worker, self._name, self._me = worker, name, name(worker)
         self._layout, self._rules, self._timeout = layout, rules, timeout
-        self._table, self._is_running = table, is_running
+        self._table, self._is_running, self._has_died = table, is_running, has_died
         self._record = record or functools.partial(log_event, rank=worker)
         self._member = Member(worker, rules)
         self._synchronizes = self._joins = False
@@ -221,6 +223,7 @@ class Client:
         self._inactive: dict[int, Reason] = {}
         self._told_late: set[int] = set()
         self._missed = False  # whether others have synchronized without this worker
+        self._left_behind = False  # whether they may have, without a generator
         self._fetching = False
         self._unserved: list[SendState] = []  # requests that arrived while it had no state to send
         self._members: tuple[int, ...] = ()  # of the last group
@@ -255,8 +258,8 @@ class Client:
 
         The others may make steps before; their groups do not wait for this worker. Lost workers are
         left out. Afterwards all have the same parameters. Raises PeerError if the mean is of this
-        worker alone, and others have another model; or if workers have left after a mean that they
-        completed, and no other worker did.
+        worker alone, and others have another model, or are not known to have died; or if workers
+        have left after a mean that they completed, and no other worker did.
         """
         if not self._take_part(reducer, synchronize=True):
             return
@@ -267,13 +270,22 @@ class Client:
                 "differ from theirs: use a checkpoint of theirs, or start the job again from one"
             )
         # Others have no other model if all have died or left, none after one without this worker.
-        alive = set(self._inactive.values()) - {Reason.DIED, Reason.LEFT}
-        if len(self._members) <= 1 and (self._missed or alive):
+        if len(self._members) <= 1 and (
+            self._missed or self._left_behind or any(map(self._may_have_a_model, self._inactive))
+        ):
             inactive = sorted(self._inactive.items())
             names = "; ".join(f"{self._name(w)} {_REASONS[reason]}" for w, reason in inactive)
-            missed = f"; the others have made theirs without {self._me}" if self._missed else ""
-            raise PeerError(isolation_text(self._me, names + missed))
-        self.excluded = self.stale = self._missed = False
+            if self._missed:
+                names += f"; the others have made theirs without {self._me}"
+            elif self._left_behind:
+                names += f"; the others have continued without {self._me}"
+            raise PeerError(isolation_text(self._me, names))
+        self.excluded = self.stale = self._missed = self._left_behind = False
+
+    def _may_have_a_model(self, worker: int) -> bool:
+        if self._inactive[worker] is Reason.SILENT:
+            return not self._has_died(worker)
+        return self._inactive[worker] is Reason.LATE
 
     def leave(self, *, failed: bool = False) -> None:
         """Publish that this worker has left, if there is no generator that detects it."""
@@ -291,7 +303,8 @@ class Client:
         ``join`` this worker is active from now on, otherwise from its next request. Raises
         PeerError if no peer is active or has sent the state in time, or the generator is lost.
         """
-        self._joins, self.excluded, self.stale, self._missed = join, False, False, False
+        self._joins, self.excluded, self.stale = join, False, False
+        self._missed = self._left_behind = False
         lost = -1
         self._renew()
         self._fetching = True
@@ -352,9 +365,7 @@ class Client:
                 self._missed = missed
                 self._note_removed(worker, reason)
             case Added(worker):
-                if self._inactive.pop(worker, None) is not None:
-                    self.on_back(worker)
-                    stream.happened("joined", (worker,))
+                self._note_active(worker)
             case SendState(self._worker) if self._fetching:
                 self._unserved.append(message)
             case SendState(self._worker, receiver, connection):
@@ -364,6 +375,11 @@ class Client:
             case _:
                 return False
         return True
+
+    def _note_active(self, worker: int) -> None:
+        if self._inactive.pop(worker, None) is not None:
+            self.on_back(worker)
+            stream.happened("joined", (worker,))
 
     def _note_removed(self, worker: int, reason: Reason) -> None:
         before, self._inactive[worker] = self._inactive.get(worker), reason
@@ -488,6 +504,8 @@ class Client:
     def _run(self, message: RunMessage, reducer: Reducer) -> None:
         run, lost = message.run, None
         self._members = run.members
+        for member in run.members:  # without a generator it may have counted as lost
+            self._note_active(member)
         stream.record(
             "group_wait", self._waiting_since, time.monotonic_ns(), lane=AVERAGES, group=run.members
         )
@@ -531,12 +549,14 @@ class Client:
         reducer.close()
         self._handle_received()
         self._table.mark_fallback(self._worker, self._member.last, self._generation)
-        # A late worker is alive: it takes part again, as without a generator none is late.
-        gone = {w: reason for w, reason in self._inactive.items() if reason != Reason.LATE}
-        for worker, reason in gone.items():
+        # A late worker detects the end of the generator too. Only with an outer optimizer it needs
+        # a generator first, to copy a state.
+        lost = [w for w, r in self._inactive.items() if self.copies_state or r != Reason.LATE]
+        for worker in lost:
             # The other workers may not have detected the loss.
-            self._table.mark_lost(worker, left=reason in (Reason.LEFT, Reason.FINISHED))
-        self._make_static(gone)
+            left = self._inactive[worker] in (Reason.LEFT, Reason.FINISHED)
+            self._table.mark_lost(worker, left=left)
+        self._make_static(lost)
         if self._search is not None:
             self._search.begin(self._generation)
         how = "contain all workers" if self._rules.whole else "follow the static schedule"
@@ -603,11 +623,13 @@ class Client:
         self._connection = GeneratorConnection(mailbox, self._me, self._generator, self._timeout)
         self._connection.watch = watch
         self._member, self._requests = Member(self._worker, self._rules), 0
-        # Those that this worker could not reach may train on.
-        self._inactive = {
-            each: Reason.LEFT if self._table.has_left(each) else Reason.SILENT
-            for each in static.lost_peers - {self._worker}
-        }
+        # Of those that were lost without a generator, some may live, or have finished.
+        known = {w: r for w, r in self._inactive.items() if r in (Reason.DIED, Reason.LEFT)}
+        known |= dict.fromkeys(filter(self._table.has_left, static.lost_peers), Reason.LEFT)
+        self._inactive = {w: known.get(w, Reason.SILENT) for w in static.lost_peers}
+        # The others may have synchronized since they have continued without this worker.
+        self._left_behind |= self._inactive.pop(self._worker, None) is not None
+        self._left_behind |= self._missed  # the next generator does not know it
         self._unserved.clear()
         self._static, self.fallback = None, None
         self._record(

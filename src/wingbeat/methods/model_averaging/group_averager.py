@@ -248,7 +248,7 @@ class GroupSession:
                 self._start_generator(config, 0)
             client = config.client(
                 world.store, world.rank, world.returned, self._is_running, world.name_of,
-                functools.partial(self._start_generator, config),
+                functools.partial(self._start_generator, config), self._has_died,
             )  # fmt: skip
         except BaseException as error:
             self._end_service(kill=True)
@@ -275,6 +275,10 @@ class GroupSession:
 
     def _is_running(self, worker: int) -> bool:
         return failures.is_alive(self._world.store, self._world.ranks[worker])
+
+    def _has_died(self, worker: int) -> bool:
+        store, rank = self._world.store, self._world.ranks[worker]
+        return failures.process_has_ended(store, rank) and not failures.has_finished(store, rank)
 
     def step(self) -> None:
         """Average the buffer with groups, until the next step may begin."""

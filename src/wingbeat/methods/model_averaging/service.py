@@ -425,7 +425,10 @@ class GroupService(Actor):
         # Groups may have continued without a worker that this generator did not expect.
         stale = self._expected is not None and not expected
         behind = stale or self._workers[worker].behind
-        self._workers[worker] = _Worker(returned=not expected, behind=behind, stale=stale)
+        missed = stale or self._workers[worker].missed
+        self._workers[worker] = _Worker(
+            returned=not expected, behind=behind, stale=stale, missed=missed
+        )
         self._send_inactive(worker)
         return True
 
@@ -443,7 +446,7 @@ class GroupService(Actor):
                 self._send_removed(worker, other)
 
     def _send_finished(self, members: Sequence[int]) -> None:
-        """Send members of a synchronization the workers that left after one that none has completed."""
+        """Send members of a synchronization who left after one that none of them has completed."""
         last = max(self._workers[member].synchronized for member in members)
         for worker in sorted(self.mailbox.left):
             if worker < len(self._workers) and self._workers[worker].synchronized > last:
@@ -482,7 +485,9 @@ class GroupService(Actor):
             return Reason.LEFT
         state = self._workers[worker]
         if self._expected is not None and worker not in self.mailbox.peers:
-            return Reason.SILENT  # it may train on with the former generator
+            # It was never connected to this generator, so it may live, or have finished.
+            left = self._membership is not None and worker in self._membership.log.left
+            return Reason.LEFT if left else Reason.SILENT
         if worker in self.mailbox.unconnected():
             return Reason.DIED
         if state.silent or state.stale:
@@ -646,11 +651,13 @@ class GeneratorConfig:
         is_running: Callable[[int], bool] = lambda _: False,
         name: Callable[[int], str] = "rank {}".format,
         start: Callable[[int], None] | None = None,
+        has_died: Callable[[int], bool] = lambda _: False,
     ) -> Client:
         """Connect a worker to the generator. The caller closes the client's mailbox.
 
         ``start`` starts an incarnation of the generator, after one has ended; None: there is no
-        other one. Raises RendezvousError if the generator did not connect, or is dead.
+        other one. ``has_died``: see `Client`. Raises RendezvousError if the generator did not
+        connect, or is dead.
         """
         generator = self.workers
         layout, table = Layout(self.host_of), StatusTable(store, self.room, self.workers, rank)
@@ -673,7 +680,7 @@ class GeneratorConfig:
             table.publish(rank, Status(incarnation))
         return Client(
             mailbox, rank, generator, layout, self.rules, self.timeout, table, is_running, name,
-            search=search, generation=incarnation,
+            search=search, generation=incarnation, has_died=has_died,
             record=functools.partial(log_event, rank=self.ranks[rank] if self.ranks else rank),
         )  # fmt: skip
 
