@@ -135,3 +135,23 @@ def test_cycle_without_this_rank_has_no_end() -> None:
     publish_wait(store, 1, 2)
     publish_wait(store, 2, 1)
     assert last_awaited(store, 0, 1) is None
+
+
+def test_wait_in_a_group_ends_after_seconds_if_the_peer_does_not_respond(rig: Rig) -> None:
+    rig.watch = WaitMonitor(None, 0, TIMEOUT, rig, lambda rank: rank in rig.alive)
+    rig.wait()
+    rig.pass_(20)
+    assert not rig.aborted, "a live peer may compute for long"
+    rig.alive.clear()
+    rig.pass_(waits.SILENT_S)
+    assert len(rig.aborted) == 1
+    assert rig.watch.why == "Timed out: no sign of life for 3.0 s"
+
+
+def test_wait_in_a_group_for_a_live_peer_ends_after_the_timeout(rig: Rig) -> None:
+    rig.watch = WaitMonitor(None, 0, TIMEOUT, rig, lambda rank: rank in rig.alive)
+    rig.wait()
+    rig.pass_(TIMEOUT)
+    assert not rig.aborted
+    rig.pass_(1)
+    assert rig.watch.why == "Timed out: nothing arrived for 40 s"

@@ -46,6 +46,10 @@ def test_two_steps_of_a_job_use_different_ports() -> None:
     assert other["MASTER_PORT"] != from_environment(SRUN)["MASTER_PORT"]
 
 
+def test_job_name_that_is_no_utf8_gives_a_port() -> None:
+    assert 1 <= int(from_environment({**SRUN, "SLURM_STEP_ID": "2\udcff"})["MASTER_PORT"]) < 1 << 16
+
+
 def test_address_exported_by_the_batch_script_takes_precedence() -> None:
     found = from_environment(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     assert found == {

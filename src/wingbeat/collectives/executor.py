@@ -191,10 +191,14 @@ class Executor:
         self._running, self._runner = False, 0
 
     def _make_monitor(self, world: World) -> WaitMonitor | None:
-        """Not for groups, or for threads of one process: their transfers have timeouts."""
-        if world.threads or world.group is not None or world.size == 1:
+        """Not for threads of one process, and most groups: their transfers have timeouts."""
+        if world.threads or world.size == 1:
             return None
-        return WaitMonitor(world.store, self._rank, world.timeout, self)
+        if world.group is None:
+            return WaitMonitor(world.store, self._rank, world.timeout, self)
+        if world.responds is None:
+            return None
+        return WaitMonitor(None, self._rank, world.timeout, self, world.responds)
 
     @property
     def waiting(self) -> CurrentWait | None:

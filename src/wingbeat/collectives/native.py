@@ -174,7 +174,7 @@ class NativeExecutor(Executor):
         """Wait in a group for its timeout only, so that the others continue without a slow one."""
         if world.group is None:
             return super()._make_monitor(world)
-        return WaitMonitor(None, self._rank, world.timeout, self)
+        return WaitMonitor(None, self._rank, world.timeout, self, world.responds)
 
     def expect(self, job: NativeJob) -> bool:
         """Have ``job.complete`` called at the end of the job; False if it is done."""

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from wingbeat.schema import printable
@@ -72,6 +72,12 @@ _CHECK_INTERVAL_S = 0.25
 _LIVENESS_INTERVAL_S = 5.0
 """Maximum seconds between liveness checks of a peer."""
 
+_PROBED_AFTER_S = 1.0
+"""Seconds of a wait before the peer's response is checked, and between two checks."""
+
+SILENT_S = 3.0
+"""Seconds without a response after which a group ends that can continue without the peer."""
+
 
 class CurrentWait(NamedTuple):
     """A wait for job rank ``peer`` on ``link``, in operation ``what``."""
@@ -93,13 +99,21 @@ class WaitMonitor:
     """Monitors the waits of one thread, whose current wait is ``of.waiting``.
 
     ``store`` needs a connection on which no other call blocks. A wait ends after ``timeout``
-    seconds without a sign of life from the peer; without a store after ``timeout`` seconds. ``of``
-    is held by a weak reference. ``why`` is the reason for which the last wait was aborted, or
-    empty.
+    seconds without a sign of life from the peer; without a store after ``timeout`` seconds, and
+    before if ``responds`` is false for the peer for `SILENT_S`. ``of`` is held by a weak reference.
+    ``why`` is the reason for which the last wait was aborted, or empty.
     """
 
-    def __init__(self, store: Store | None, rank: int, timeout: float, of: HasWait) -> None:
+    def __init__(
+        self,
+        store: Store | None,
+        rank: int,
+        timeout: float,
+        of: HasWait,
+        responds: Callable[[int], bool] | None = None,
+    ) -> None:
         self._store, self._rank, self._timeout = store, rank, timeout
+        self._responds = responds
         self._of = weakref.ref(of)
         self._now: CurrentWait | None = None
         self._wait = WaitLog("", "")
@@ -130,10 +144,23 @@ class WaitMonitor:
         if self._store is None:
             if lasted > self._timeout:
                 self.why = f"Timed out: nothing arrived for {self._timeout:g} s"
+            elif self._responds is not None and lasted >= _PROBED_AFTER_S:
+                self._check_response(self._responds, waiting.peer)
         elif lasted >= min(self._timeout / 2, LOG_INTERVAL_S):
             self._check_liveness(self._store, waiting.peer, lasted)
         if self.why:
             waiting.link.abort_waits()
+
+    def _check_response(self, responds: Callable[[int], bool], peer: int) -> None:
+        begun = time.monotonic()
+        if begun - self._last_check < _PROBED_AFTER_S:
+            return
+        if responds(peer):
+            self._last_alive = begun
+        # The time of a probe without an answer, which is some seconds, counts.
+        self._last_check = now = time.monotonic()
+        if now - self._last_alive >= SILENT_S:
+            self.why = f"Timed out: no sign of life for {now - self._last_alive:.1f} s"
 
     def _check_liveness(self, store: Store, peer: int, lasted: float) -> None:
         if not self._published:

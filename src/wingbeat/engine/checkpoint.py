@@ -352,7 +352,7 @@ def load_extra(engine: Engine, state: Any) -> None:
 def _log_missing(engine: Engine, state: Any) -> None:
     """Log once, on one rank, what ``state`` lacks."""
     match state.get(SAVED) if isinstance(state, dict) else None:
-        case [int(saver), int(size), bool(differed)]:
+        case [int(saver), int(size), bool(differed)] if 0 <= saver < size:
             pass
         case _:
             return

@@ -153,7 +153,7 @@ def _address(env: Mapping[str, str], launcher: _Launcher, size: int, job: str) -
 
 
 def _job_port(job: str) -> int:
-    number = int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big")
+    number = int.from_bytes(hashlib.sha256(job.encode(errors="surrogatepass")).digest()[:8], "big")
     return _PORTS[number % len(_PORTS)]
 
 

@@ -142,6 +142,8 @@ class World:
         make_channel: opens a second group of the same members in place of a channel of a group.
         explains: whether the error of a failed collective names the rank that caused it, for which
             others are waited for.
+        responds: whether the process of a rank of the job answers; its silence ends a wait in this
+            group, which can continue without it. None: the timeout does.
     """
 
     rank: int
@@ -171,6 +173,7 @@ class World:
     dscp: int = 0
     make_channel: Callable[[], World] | None = None
     explains: bool = True
+    responds: Callable[[int], bool] | None = None
     _prefix: str = ""
     _nccl_groups: dict[int | None, NcclGroup] = field(init=False, default_factory=dict)
     _exchanges: int = field(init=False, default=0)

@@ -239,13 +239,14 @@ def test_the_weights_without_one_of_two_are_bit_for_bit_those_of_the_participant
 def test_a_replica_that_was_stopped_copies_the_weights_and_trains_again(
     make: Callable[..., Job],
 ) -> None:
-    job = make(3, "allreduce:min_replicas=2", timeout=6.0, norm=True)
+    job = make(3, "allreduce:min_replicas=2", timeout=60.0, norm=True)
     for rank in range(3):
         job.start(rank)
     job.await_steps(10, range(3))
     os.kill(job.running[1].pid, signal.SIGSTOP)
     before = len(job.lines(0))
     job.await_steps(before + 30, [0, 2])
+    assert max(map(job.longest_pause, (0, 2))) < 20.0, "seconds, and not the timeout"
     os.kill(job.running[1].pid, signal.SIGCONT)
     before = len(job.lines(1))
     job.await_steps(before + 30, [1])

@@ -45,6 +45,13 @@ _GROUPS = 8
 """Groups of an epoch: one for gradients, and one for buffers."""
 
 _MAX_HEADER = 1 << 24
+
+_STATES = 8
+"""Tensors of optimizer state of a parameter; Adam has 4 at most."""
+
+_HEADER_ENTRY = 256
+"""Bytes of a tensor's description in the header of a snapshot."""
+
 _CPU = torch.device("cpu")
 
 
@@ -92,6 +99,7 @@ class _Epochs:
     def _open_group(self, ranks: Sequence[int], number: int) -> World:
         inner = self.world.open_group(Group(ranks, epoch=number))
         inner.explains = False
+        inner.responds = self.members.responds
         self._open.append(inner)
         return inner
 
@@ -392,12 +400,18 @@ class Recovery:
         text = self._broadcast(json.dumps(own).encode() if me == decision.source else b"", source)
         try:
             header: _Header = parse_json(_Header, text.decode())
+            if header.nbytes > (most := _most_nbytes(engine)):
+                raise MalformedMessage(
+                    f"a snapshot of {header.nbytes} bytes, at most {most} are possible"
+                )
             engine.bucketing.follow_order(header.order, header.unused)
         except (MalformedMessage, ValueError) as error:
             raise PeerError(
                 f"rank {me}: rank {decision.source} sent a malformed header of its state: {error}"
             ) from None
         if decision.copies:
+            if header.nbytes == 0:
+                raise PeerError(f"rank {me}: rank {decision.source} sent an empty snapshot")
             payload = self._broadcast(snapshot, source, header.nbytes)
             if me in decision.copies:
                 _load(engine, payload)
@@ -411,7 +425,11 @@ class Recovery:
             self._collectives.broadcast(length, source, label="length of a state").wait()
             nbytes = int(length)
             if not 0 <= nbytes <= _MAX_HEADER:
-                raise PeerError(f"a header of {nbytes} bytes, at most {_MAX_HEADER} are possible")
+                world = self._collectives.world
+                raise PeerError(
+                    f"{world.me}: {world.name(source)} sent a header of {nbytes} bytes, at most "
+                    f"{_MAX_HEADER} are possible"
+                )
         found = bytearray(payload) if mine else bytearray(nbytes)
         if nbytes:
             buffer = torch.frombuffer(found, dtype=torch.uint8)
@@ -459,6 +477,18 @@ def _tensors(engine: Engine) -> list[torch.Tensor]:
     with torch._C.DisableTorchFunctionSubclass():
         trained = [slot.param.data for slot in engine.slots]
     return [*trained, *engine.bucketing.others]
+
+
+def _most_nbytes(engine: Engine) -> int:
+    """Return an upper bound on the bytes of a snapshot of this model and its optimizer.
+
+    State has elements of up to 8 bytes, in up to `_STATES` tensors like each parameter.
+    """
+    tensors = _tensors(engine)
+    params = engine.stepper.params()
+    weights = sum(each.numel() * each.element_size() for each in tensors)
+    state = 8 * _STATES * sum(each.numel() + 1 for each in params)
+    return weights + state + _MAX_HEADER + _HEADER_ENTRY * (len(tensors) + _STATES * len(params))
 
 
 def _snapshot(engine: Engine) -> bytes:

@@ -70,8 +70,14 @@ class Members:
         self.epoch = 0
         self.tokens: dict[int, str] = {}
         self.wanted = False
+        self._addresses: dict[int, ProcessAddress | None] = {}
         self._closed = threading.Event()
         self._looking: threading.Thread | None = None
+
+    def responds(self, rank: int) -> bool:
+        """Whether the process of a member answers a probe. Reads nothing from the store."""
+        address = self._addresses.get(rank)
+        return address is not None and bool(probe(address, 1))
 
     def _token_of(self, rank: int) -> str:
         """Return the token of the present process of a rank; empty if there is none."""
@@ -94,6 +100,7 @@ class Members:
     def enter(self, epoch: int, decision: Decision) -> None:
         """Make ``decision`` the present epoch."""
         self.epoch, self.tokens = epoch, decision.tokens
+        self._addresses = {rank: self._address_of(rank) for rank in self.tokens}
         self.wanted = False
         if len(self.tokens) < self._size and self._looking is None:
             self._looking = threading.Thread(
