@@ -374,7 +374,7 @@ class CommunicationThread:
             self.machine.change_colayers(bound, combine, view)
             self._journal.changed_colayers(bound, self.machine.iteration)
             for source, receiver in list(self._receivers.items()):
-                self._receive(source, receiver.change_colayers(bound.colayers))
+                self._receive(source, source, receiver.change_colayers(bound.colayers))
 
     def serve_until(self, finished: Callable[[int], bool], log_after_s: float = math.inf) -> None:
         """After `finish`, drain again with workers that have resumed, until all are ``finished``.
@@ -599,16 +599,20 @@ class CommunicationThread:
                     self._receivers[source] = FrameReceiver(
                         machine.workers, machine.colayers, epoch=machine.epoch
                     )
-                self._receive(source, self._receivers[source].receive_part(kind, part))
+                parts = self._receivers[source].receive_part(kind, part)
+                self._receive(source, packet.peer, parts)
         except MalformedMessage as error:
-            raise self._malformed(packet.peer, error) from None
+            raise self._malformed(packet.peer, packet.peer, error) from None
 
-    def _receive(self, source: int, messages: Iterator[tuple[int, Message]]) -> None:
+    def _receive(self, source: int, via: int, messages: Iterator[tuple[int, Message]]) -> None:
         try:
             for incarnation, message in messages:
                 self.machine.receive(source, incarnation, message)
         except MalformedMessage as error:
-            raise self._malformed(source, error) from None
+            raise self._malformed(source, via, error) from None
 
-    def _malformed(self, source: int, error: Exception) -> PeerError:
-        return PeerError(f"{self._me}: {self._name(source)} sent a malformed message: {error}")
+    def _malformed(self, source: int, via: int, error: Exception) -> PeerError:
+        who = self._name(source)
+        if via != source:  # either of them may be at fault
+            who += f", or {self._name(via)}, which forwarded it,"
+        return PeerError(f"{self._me}: {who} sent a malformed message: {error}")

@@ -201,8 +201,8 @@ class ShardUpdates:
             self._queued_nbytes += request.nbytes
             if self._queued_nbytes + self.nbytes > self._max_nbytes:
                 raise RequestError(
-                    f"queued requests need {self._queued_nbytes} bytes; the server's limit is "
-                    f"{self._max_nbytes}"
+                    f"rank {request.worker}: queued requests need {self._queued_nbytes} bytes; "
+                    f"the server's limit is {self._max_nbytes}"
                 )
             self._queued.append(request)
             return
