@@ -332,6 +332,23 @@ def test_member_reported_lost_is_removed_and_the_rest_run_again() -> None:
     assert 0 in rig.generator
 
 
+def test_members_lost_with_one_that_has_completed_the_group_run_again_at_once() -> None:
+    """It was killed before the others had its last data; they are not late."""
+    rig = Rig()
+    for worker in range(3):
+        rig.send(worker, Request())
+    (run,) = rig.runs(2)
+    rig.send(2, Done(run.number, run.epoch))
+    for worker in (0, 1):
+        rig.received(worker)
+    rig.send(0, Lost(run.number, run.epoch, 2))
+    rig.send(1, Lost(run.number, run.epoch, 2))
+    for worker in (0, 1):
+        (again,) = rig.runs(worker)
+        assert (again.number, again.epoch) == (run.number, 1)
+        assert sorted(again.members) == [0, 1]
+
+
 @pytest.mark.parametrize("ids", [(0, 0, 0), (0, 0, 3), (1, 0, 1), (0, 1, 1)])
 def test_lost_report_from_outside_the_group_is_ignored(ids: tuple[int, int, int]) -> None:
     rig = Rig(workers=4, size=2)

@@ -132,6 +132,19 @@ class Generator:
         at_epoch = bool(own) and (own[0].number, own[0].epoch) == (number, epoch)
         return at_epoch and other != worker and other in self.unfinished(worker)
 
+    def run_without(self, worker: int, number: int, epoch: int, other: int) -> list[Run]:
+        """Run a group again that ``worker`` cannot complete because ``other``, which has, is lost.
+
+        Return the group with its unfinished members; nothing if it is not so.
+        """
+        runs: list[Run] = []
+        own = self._buffers[worker]
+        if not own or (own[0].number, own[0].epoch) != (number, epoch) or not own[0].running:
+            return runs
+        if other in own[0].members and other not in self._unfinished(own[0]):
+            self._rerun(own[0], runs)
+        return runs
+
     def request(self, worker: int) -> list[Run]:
         """Handle the request of a worker that has ended a step; return the groups that run now."""
         self._check_free(worker, "requests a group")

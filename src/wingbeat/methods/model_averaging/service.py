@@ -268,11 +268,14 @@ class GroupService(Actor):
     def _handle_lost(self, worker: int, report: Lost, now: float) -> list[Run]:
         """Remove a member that a group has lost, unless the group already runs without it.
 
+        A member that has completed the group may have ended before the others had its last data:
+        the group runs again without it.
+
         A worker may synchronize alone only if the last other one has died, and a process that has
         just ended is not known to have died yet.
         """
         if not self._generator.run_together(worker, *report):
-            return []
+            return self._generator.run_without(worker, *report)
         alone = len(self._generator.unfinished(worker)) == 2
         if alone and self._workers[worker].synchronizing:
             self._reports[worker] = report, now + 2 * RECONNECT_S
