@@ -262,6 +262,7 @@ class Client:
         have left after a mean that they completed, and no other worker did.
         """
         if not self._take_part(reducer, synchronize=True):
+            self._check_static_mean()
             return
         if finished := [w for w, reason in self._inactive.items() if reason == Reason.FINISHED]:
             raise PeerError(
@@ -281,6 +282,15 @@ class Client:
                 names += f"; the others have continued without {self._me}"
             raise PeerError(isolation_text(self._me, names))
         self.excluded = self.stale = self._missed = self._left_behind = False
+
+    def _check_static_mean(self) -> None:
+        """Raise PeerError if the mean is of this worker alone, and it has missed another one."""
+        others = set(range(self._layout.workers)) - {self._worker}
+        if not others <= self.lost_peers:
+            self._missed = self._left_behind = False
+        elif self._missed or self._left_behind:
+            text = f"the others have made theirs without {self._me}"
+            raise PeerError(isolation_text(self._me, text))
 
     def _may_have_a_model(self, worker: int) -> bool:
         if self._inactive[worker] is Reason.SILENT:
@@ -616,6 +626,8 @@ class Client:
     def _adopt_generator(self, mailbox: Mailbox, generation: int, reducer: Reducer) -> None:
         static, watch, former = self._static, self._connection.watch, self.mailbox
         assert static is not None
+        # The next generator knows of no synchronization before it.
+        self._left_behind |= self._missed or static.has_missed()
         static.found_generator(generation)
         reducer.close()
         former.abandon()
@@ -629,7 +641,6 @@ class Client:
         self._inactive = {w: known.get(w, Reason.SILENT) for w in static.lost_peers}
         # The others may have synchronized since they have continued without this worker.
         self._left_behind |= self._inactive.pop(self._worker, None) is not None
-        self._left_behind |= self._missed  # the next generator does not know it
         self._unserved.clear()
         self._static, self.fallback = None, None
         self._record(

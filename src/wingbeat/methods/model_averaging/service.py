@@ -484,13 +484,13 @@ class GroupService(Actor):
         self._send(to, Removed(worker, requests, why, self._workers[to].missed))
 
     def _reason(self, worker: int) -> Reason:
-        if worker in self.mailbox.left:
+        # A worker that ends without a generator leaves by the log alone.
+        logged = self._membership is not None and worker in self._membership.log.left
+        if logged or worker in self.mailbox.left:
             return Reason.LEFT
         state = self._workers[worker]
         if self._expected is not None and worker not in self.mailbox.peers:
-            # It was never connected to this generator, so it may live, or have finished.
-            left = self._membership is not None and worker in self._membership.log.left
-            return Reason.LEFT if left else Reason.SILENT
+            return Reason.SILENT  # it was never connected to this generator, so it may live
         if worker in self.mailbox.unconnected():
             return Reason.DIED
         if state.silent or state.stale:

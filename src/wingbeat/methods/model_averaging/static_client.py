@@ -325,6 +325,17 @@ class StaticClient:
             self._statuses.get(w, Status()).rounds >= rounds for w in self._others
         )
 
+    def has_missed(self) -> bool:
+        """Whether other workers have synchronized without this one since the generator was lost."""
+        self._refresh()
+        own = self._status
+        others = [status for worker, status in self._statuses.items() if worker != self._worker]
+        return any(
+            (each.rounds if each.generation == own.generation else each.former_rounds) > own.rounds
+            for each in others
+            if own.generation <= each.generation <= own.generation + 1
+        )
+
     def found_generator(self, generation: int) -> None:
         """Publish that this worker has another generator."""
         own = self._status
