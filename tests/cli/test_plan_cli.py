@@ -7,12 +7,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import wingbeat
 from helpers.profiles import dense_profile
 from wingbeat.cli.main import main
+from wingbeat.cli.plan import _Report
+from wingbeat.prediction.recommendation import Choice
 from wingbeat.profiling import encode
 
 EQUAL = ("--hosts", "3", "--rate", "1gbit")
@@ -134,6 +138,31 @@ def test_plan_verb_recommends_a_hook_that_is_faster_beyond_the_error(
     assert line.startswith(
         "not exact: stay with ddp+powersgd:rank=1: allreduce:compression=sketch takes 1."
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (1.1, "exact: stay with ddp: allreduce takes 1.10 times as long, within the error of the"),
+        (1.001, "exact: stay with ddp, or allreduce: 1.00 times as fast as ddp, within the error"),
+        (0.9, "exact: stay with ddp, or allreduce: 1.11 times as fast as ddp, within the error"),
+    ],
+)
+def test_strategy_that_is_predicted_slower_within_the_error_is_not_recommended_as_code(
+    seconds: float, said: str
+) -> None:
+    rows = {
+        "ddp": SimpleNamespace(iteration_s=1.0),
+        "allreduce": SimpleNamespace(iteration_s=seconds),
+    }
+    report = SimpleNamespace(
+        rankings={"": SimpleNamespace(predictions=rows)}, _rivals=lambda _: ("ddp", "ddp"),
+        named={"allreduce": wingbeat.AllReduce()},
+    )  # fmt: skip
+    choice = Choice("allreduce", (), "ddp", faster=False, slower=False)
+    lines = _Report._advised(report, "", "exact", choice)  # type: ignore[arg-type]
+    assert lines[0].startswith(said)
+    assert any("import wingbeat" in line for line in lines) == (seconds < 1.005)
 
 
 def test_plan_verb_recommends_what_is_faster_than_ddp_beyond_the_error(

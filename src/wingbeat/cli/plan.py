@@ -366,9 +366,10 @@ class _Report(NamedTuple):
 
         found, name, rival = self.rankings[text].predictions, choice.name, choice.rival
         each, plain = found[name], self._rivals(text)[0]
-        if choice.slower:
-            longer = each.iteration_s / found[rival].iteration_s
-            return [f"{which}: stay with {rival}: {name} takes {longer:.2f} times as long"]
+        longer = each.iteration_s / found[rival].iteration_s if rival else 1.0
+        if choice.slower or round(longer, 2) > 1.0:
+            within = "" if choice.slower else ", within the error of the prediction"
+            return [f"{which}: stay with {rival}: {name} takes {longer:.2f} times as long{within}"]
         stay = "" if choice.faster else f"stay with {rival}, or "
         than = [
             f"{_times(found[other], each)} times as fast as {other}"
