@@ -16,7 +16,7 @@ READY := .venv/.ready
 DOCS_READY := .venv/.docs-ready
 FUZZ_READY := .venv/.fuzz-ready
 NATIVE := $(wildcard native/CMakeLists.txt native/*.cpp native/*.h native/src/* native/src/*/*)
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input $(PIP_ARGS) -c constraints.txt
+INSTALL := $(BIN)/python tools/install.py $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -29,13 +29,13 @@ setup: $(READY) ## Make .venv and install wingbeat with the tested versions (onc
 	@echo "ready: .venv"
 
 $(READY): pyproject.toml constraints.txt $(NATIVE) | $(VENV)
-	@echo "Installing into .venv what training, benches and tests need; PyTorch is large, so this takes some minutes, once."
-	$(PIP) -e '.[dev,bench]'
+	@echo "Installing into .venv what training, benches and tests need; PyTorch is large, so this takes a minute or more, once."
+	$(INSTALL) -e '.[dev,bench]'
 	@touch $@ $(DEMO_READY)
 
 $(DEMO_READY): pyproject.toml constraints.txt $(NATIVE) | $(VENV)
-	@echo "Installing into .venv; PyTorch is large, so this takes some minutes, once."
-	$(PIP) -e '.[bench]'
+	@echo "Installing into .venv; PyTorch is large, so this takes a minute or more, once."
+	$(INSTALL) -e '.[bench]'
 	@touch $@
 
 $(VENV):
@@ -48,7 +48,7 @@ $(VENV):
 	@$(PYTHON) -m venv .venv || \
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
-demo: $(DEMO_READY) ## Train on four emulated hosts: DDP, AllReduce, DeAR (about 4 minutes from nothing)
+demo: $(DEMO_READY) ## Train on four emulated hosts: DDP, AllReduce, DeAR (about 3 minutes from nothing)
 	$(BIN)/wingbeat demo
 
 test: $(READY) ## Run the tests, those marked slow or gpu excepted
@@ -84,7 +84,7 @@ fuzz: $(FUZZ_READY) ## Find inputs by coverage for TARGET (all), SECONDS each (6
 	$(BIN)/python tools/fuzz.py $(TARGET) --seconds $(or $(SECONDS),60)
 
 $(FUZZ_READY): $(READY)
-	$(PIP) -q -e '.[fuzz]'
+	$(INSTALL) -q -e '.[fuzz]'
 	@touch $@
 
 lint: $(READY) ## Check style, types and the direction of imports
@@ -114,7 +114,7 @@ docs-test: $(DOCS_READY) ## Run the code of the pages, and the site in headless 
 	$(BIN)/python -m pytest tests/test_code_blocks.py tests/test_site.py tests/test_examples.py $(TESTS)
 
 $(DOCS_READY): $(READY)
-	$(PIP) -q -e '.[docs]'
+	$(INSTALL) -q -e '.[docs]'
 	@touch $@
 
 clean: ## Remove caches and built documentation

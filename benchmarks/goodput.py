@@ -388,6 +388,7 @@ class Run:
 
     def _environment(self) -> dict[str, str]:
         return {
+            "PYTHONDONTWRITEBYTECODE": "",  # a start that compiles all again takes twice as long
             "TMPDIR": str(self._home / "tmp"),
             "WINGBEAT_JOURNAL": str(self._home / "journal"),
             "WINGBEAT_TOP": "off",
