@@ -741,8 +741,37 @@ def test_rejoined_worker_without_a_state_has_no_other_model_than_a_survivor() ->
     restart(rig, 2, object())
     rig.received(0)
     rig.send(0, Synchronize())
-    told = {each.worker: each.reason for each in rig.received(0) if isinstance(each, Removed)}
+    rig.box.cut = {2: RECONNECT_S + 1.0}  # it ends again before it has copied a state
+    rig.advance(1.0)
+    received = rig.received(0)
+    told = {each.worker: each.reason for each in received if isinstance(each, Removed)}
     assert told == {1: Reason.LEFT, 2: Reason.DIED}
+    assert [m.members for m in received if isinstance(m, RunMessage)] == [(0,)]
+
+
+@pytest.mark.parametrize("how", ["restarted", "silent"])
+def test_synchronization_waits_for_a_worker_that_has_returned_and_copies_a_state(how: str) -> None:
+    rig = Rig()
+    rig.round(0, 1, 2)
+    if how == "restarted":
+        restart(rig, 2, object())
+    else:
+        rig.box.lost[2] = "has been silent"
+        rig.advance(1.0)
+        assert 2 not in rig.generator
+        rig.box.lost.clear()
+        rig.advance(1.0)
+    for worker in (0, 1):
+        rig.send(worker, Synchronize())
+    rig.advance(10.0)
+    received = rig.received(0)
+    assert Keepalive(2) in received
+    assert not any(isinstance(each, RunMessage) for each in received)
+    rig.send(2, FetchState(-1, join=True))
+    assert any(isinstance(each, SendState) for each in rig.received(0) + rig.received(1))
+    rig.send(2, Fetched())
+    rig.send(2, Synchronize())
+    assert [run.members for run in rig.runs(2)] == [(0, 1, 2)]
 
 
 def test_survivor_synchronizes_alone_once_the_end_of_the_last_other_is_known() -> None:

@@ -239,6 +239,11 @@ class Generator:
             self._rerun(group, runs)
         return runs
 
+    def await_return(self, worker: int) -> None:
+        """Let synchronization wait for a worker that can join again, as for one that is late."""
+        if worker not in self:
+            self._late.add(worker)
+
     def mark_late(self, worker: int) -> list[Run]:
         """Let groups continue without a live worker; return the groups that run now.
 

@@ -433,11 +433,13 @@ class GroupService(Actor):
             returned=not expected, behind=behind, stale=stale, missed=missed
         )
         self._send_inactive(worker)
+        self._generator.await_return(worker)
         return True
 
     def _end_silence(self, worker: int) -> None:
         """Send a worker that was silent what it has missed. Its next request makes it active."""
         self._workers[worker].silent = False
+        self._generator.await_return(worker)
         self._send_inactive(worker)
         for other in self._others(worker):
             self._send(worker, Added(other))
