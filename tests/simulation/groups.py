@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +98,8 @@ class Groups:
             fault.where != (self.workers,) for fault in scenario.faults if fault.kind == "kill"
         )
         # A fault as short as these, and connections that are renewed, harm nobody.
+        self.finished_at = math.inf  # when the first rank has finished
+        self.generators = 0  # that have replaced one which had ended
         self.harmless = all(
             fault.kind in ("reset", "unstore") and fault.seconds < 1.0 for fault in scenario.faults
         )
@@ -125,6 +128,7 @@ class Groups:
         former = self.world.processes.get(self.workers)
         if former is not None and former.alive:
             self.world.end(former)
+        self.generators += incarnation > 0
         self.world.spawn(self.workers, lambda: self.generator(incarnation), "generator")
 
     def generator(self, incarnation: int) -> None:
@@ -160,11 +164,11 @@ class Groups:
         try:
             trainer.train()
         except (PeerError, RendezvousError, RuntimeError) as error:
-            needs_store = not trainer.connected and "store is unavailable" in str(error)
+            needs_store = trainer.connected_at is None and "store is unavailable" in str(error)
             if not isinstance(error, WingbeatError) and not needs_store:
                 raise
             self.note(f"worker {worker} rank {rank}", error)
-            self.check_may_fail(worker, incarnation, error)
+            self.check_may_fail(trainer, error)
         self.world.end(process)
 
     def note(self, who: str, error: Exception) -> None:
@@ -176,13 +180,17 @@ class Groups:
 
     # -- invariants -----------------------------------------------------------------------
 
-    def check_may_fail(self, worker: int, incarnation: int, error: Exception) -> None:
+    def check_may_fail(self, trainer: Trainer, error: Exception) -> None:
         """If processes are killed and nothing else, a replica fails only with its leader.
 
         Or it has returned when the others have finished, or none of them has a state.
         """
+        worker, incarnation = trainer.worker, trainer.incarnation
         if self.kills_only and (worker, incarnation) not in self.world.killed:
-            late = incarnation and (self.final or "no other worker is active" in str(error))
+            returned_at = trainer.connected_at or math.inf
+            in_time = returned_at < self.finished_at and not self.generators
+            alone = not self.final and "no other worker is active" in str(error)
+            late = incarnation and (alone or (self.final and not in_time))
             # The end of a synchronization is not atomic: some may have its mean, and leave.
             late = late or (self.final and "completed the last mean of all models" in str(error))
             assert late, f"worker {worker}.{incarnation} was not killed: {error}"
@@ -218,7 +226,7 @@ class Trainer:
         self.column.value = 1000.0 * rank + worker
         self.step = self.syncs = self.calls = self.seen = 0
         self.leader: Leader | None = None
-        self.connected = False
+        self.connected_at: float | None = None
 
     def connect(self) -> None:
         groups, worker = self.groups, self.worker
@@ -270,7 +278,7 @@ class Trainer:
     def train(self) -> None:
         with self.world.limited(self.groups.limit_s, "connecting"):
             self.connect()
-        self.connected = True
+        self.connected_at = self.world.now
         if self.incarnation:
             self.fetch()
         while self.step < self.groups.steps:
@@ -289,6 +297,7 @@ class Trainer:
             self.synchronize()
             if self.column.all_finished in (None, True):
                 break
+        self.groups.finished_at = min(self.groups.finished_at, self.world.now)
         self.groups.final[self.worker, self.rank] = self.column.value
         self.leave()
 
