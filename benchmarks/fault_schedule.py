@@ -164,7 +164,7 @@ def merged_steps(events: Iterable[Event], until: float) -> int:
             pending += event.at <= until
         elif event.kind in ("merged", "end"):
             total, pending = total + pending, 0
-        else:
+        elif event.kind in ("begin", "lost"):
             pending = 0
     return total
 

@@ -11,6 +11,7 @@ import pytest
 from helpers.mail import Clock
 from helpers.received import Received
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.methods.model_averaging import service
 from wingbeat.methods.model_averaging.client import CONNECT_S
 from wingbeat.methods.model_averaging.generator import (
     MESSAGES,
@@ -30,7 +31,7 @@ from wingbeat.methods.model_averaging.generator import (
     Synchronize,
 )
 from wingbeat.methods.model_averaging.rules import Rules
-from wingbeat.methods.model_averaging.service import GroupService
+from wingbeat.methods.model_averaging.service import GeneratorConfig, GroupService
 from wingbeat.transport.detector import RECONNECT_S
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.membership import MembershipChange, MembershipClient, View
@@ -315,6 +316,49 @@ def test_worker_that_nobody_waits_for_is_never_late() -> None:
     assert [[type(message) for message in rig.received(worker)] for worker in range(3)] == [
         [Keepalive] for _ in range(3)
     ], "each is probed once"
+
+
+def test_unfinished_members_of_a_running_group_are_probed_each_second() -> None:
+    rig = Rig()
+    rig.round(0, 1, 2, seconds=10.0)
+    rig.advance(10.0)
+    for worker in range(3):
+        rig.send(worker, Request())
+    (run,) = rig.runs(0)
+    rig.send(0, Done(run.number, run.epoch))
+    for worker in range(3):
+        rig.received(worker)
+    for _ in range(4):
+        rig.advance(0.5)
+    kinds = [[type(message) for message in rig.received(worker)] for worker in range(3)]
+    assert kinds == [[], [Keepalive] * 2, [Keepalive] * 2]
+
+
+@pytest.mark.parametrize(
+    ("rules", "silence"),
+    [
+        (Rules.all_workers(), 5.0),
+        (Rules.all_workers(quorum=2, grace=1.0), 2.0),
+        (Rules.all_workers(quorum=2, grace=3.0), 3.0),
+        (Rules.all_workers(quorum=2, grace=60.0), 5.0),
+    ],
+)
+def test_generator_with_a_quorum_counts_workers_as_silent_earlier(
+    monkeypatch: pytest.MonkeyPatch, rules: Rules, silence: float
+) -> None:
+    opened = {}
+
+    def open_mailbox(store: Any, number: int, peers: Any, **options: Any) -> FakeMailbox:
+        opened[number] = options["limits"].silence
+        return FakeMailbox(3)
+
+    monkeypatch.setattr(service, "open_mailbox", open_mailbox)
+    config = GeneratorConfig(
+        room="groups", host_of=(0, 0, 0), interfaces=(), timeout=20.0, rules=rules, seed=0
+    )
+    config.connect(Switchboard())  # type: ignore[arg-type]
+    config.client(Switchboard(), 1)  # type: ignore[arg-type]
+    assert opened == {3: silence, 1: 5.0}
 
 
 def test_member_reported_lost_is_removed_and_the_rest_run_again() -> None:

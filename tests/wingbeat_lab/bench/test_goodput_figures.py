@@ -105,6 +105,7 @@ def test_read_of_a_record_ignores_the_line_that_a_killed_process_left(faults: Mo
         ("begin@0 step@1 lost@1 step@2 merged@2", 1),
         ("begin@0 step@1 step@2 end@3", 2),
         ("begin@0 step@9 step@11 merged@12", 1),
+        ("begin@0 step@1 full@1 step@2 merged@2", 2),
         ("", 0),
     ],
 )

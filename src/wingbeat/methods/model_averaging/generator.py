@@ -111,6 +111,11 @@ class Generator:
         own = self._buffers[worker]
         return tuple(w for w in own[0].members if not self.is_waiting(w)) if own else ()
 
+    def is_running(self, worker: int) -> bool:
+        """Whether ``worker`` is in a running group that it has not completed."""
+        own = self._buffers[worker]
+        return bool(own) and own[0].running
+
     def is_awaited(self, worker: int) -> bool:
         """Whether another worker waits for a request or an acknowledgement of ``worker``."""
         own = self._buffers[worker]
@@ -123,8 +128,7 @@ class Generator:
 
     def unfinished(self, worker: int) -> tuple[int, ...]:
         """Return the unfinished members of the group that ``worker`` runs."""
-        own = self._buffers[worker]
-        return tuple(self._unfinished(own[0])) if own and own[0].running else ()
+        return tuple(self._unfinished(self._buffers[worker][0])) if self.is_running(worker) else ()
 
     def run_together(self, worker: int, number: int, epoch: int, other: int) -> bool:
         """Whether ``worker`` and ``other`` both run this epoch of a group, and are not done."""

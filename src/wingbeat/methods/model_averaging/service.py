@@ -60,6 +60,10 @@ CAPACITY = 16
 SILENCE_S = 5.0
 """Seconds without a message after which an awaited worker, or the generator, is dead."""
 
+QUORUM_SILENCE_S = 2.0
+"""The same for a worker if there is a quorum: one that responds again only copies a state."""
+
+_PROBE_S = 1.0  # between messages to a member of a running group, in seconds
 _KEEPALIVE_S = 5.0  # maximum interval between keepalive messages to waiting workers, in seconds
 
 # -- what the service decides with --------------------------------------------------------
@@ -136,7 +140,8 @@ class _Worker:
     stale: bool = False  # was silent, and has not copied a state since
     behind: bool = False  # groups have continued without it
     missed: bool = False  # others have synchronized without it
-    probed: bool = False
+    probed: bool = False  # has sent nothing since
+    probed_at: float = -math.inf
     fetching: bool = False  # has no complete state to send
     synchronizing: bool = False  # the group of all workers is not done
     expected: bool = False  # was connected to the generator before this one, and is not to this one
@@ -392,6 +397,7 @@ class GroupService(Actor):
                 if not self._send(member, message):
                     due += self._remove(member)
                     break  # The others run the next epoch.
+                self._workers[member].probed_at = self.clock()
 
     def _find_sender(self, receiver: int, fetch: FetchState, asking: int | None) -> None:
         """Let an active worker send its state to ``receiver``; the lost one only without any other.
@@ -522,13 +528,23 @@ class GroupService(Actor):
         for worker, state in enumerate(self._workers):
             if self._generator.is_awaited(worker) and self._steps.is_overdue(worker, now):
                 self._start(self._remove(worker))
-            # Detects dead workers even if no worker waits for them.
-            elif self._steps.is_unusual(worker, now) and not state.probed:
-                state.probed = True
+            elif self._is_probe_due(worker, now):
+                state.probed, state.probed_at = True, now
                 self._send(worker, Keepalive())
         if now - self._kept_alive_at > min(_KEEPALIVE_S, self._first_s / 4):
             self._kept_alive_at = now
             self._send_keepalives()
+
+    def _is_probe_due(self, worker: int, now: float) -> bool:
+        """Whether to send ``worker`` a message, so that its silence shows.
+
+        One whose step takes unusually long, even if no other waits for it; and the members of a
+        running group, which all wait for each other, and send this process nothing until its end.
+        """
+        state = self._workers[worker]
+        if self._generator.is_running(worker):
+            return now >= state.probed_at + _PROBE_S
+        return self._steps.is_unusual(worker, now) and not state.probed
 
     def _check_failures(self) -> None:
         for worker, state in enumerate(self._workers):
@@ -565,7 +581,8 @@ class GeneratorConfig:
         interfaces: names of those of this host to use; empty: all.
         timeout: seconds for connection setup, a worker's first step, and a wait for a group.
         rules: how groups are made.
-        silence: seconds without a message after which an awaited peer is dead.
+        silence: seconds without a message after which an awaited peer is dead. With a quorum the
+            generator waits for `QUORUM_SILENCE_S`, or the grace if that is longer, at most.
         least: lower bound of the adaptive timeout of a step, in seconds.
         capacity: groups whose connections a worker keeps open.
         started_by: the worker whose process has started it, and ends with it; -1: `wingbeat store`.
@@ -713,6 +730,12 @@ class GeneratorConfig:
     def _membership(self, store: Store, member: int) -> MembershipClient:
         return MembershipClient(store, self.room, member, self.workers + 1, name=self._name)
 
+    def _silence_of(self, number: int) -> float:
+        """Return after how many seconds others are silent for a worker, or for the generator."""
+        if number < self.workers or self.rules.quorum is None:
+            return self.silence
+        return min(self.silence, max(QUORUM_SILENCE_S, self.rules.grace))
+
     def _open(
         self,
         store: Store,
@@ -729,7 +752,7 @@ class GeneratorConfig:
             interfaces=self.interfaces or None,
             classes=1,
             encrypted=self.encrypted,
-            limits=Limits(silence=self.silence),
+            limits=Limits(silence=self._silence_of(number)),
             seconds=self.timeout,
             name=self._name,
             incarnation=incarnation,
