@@ -48,7 +48,7 @@ $(VENV):
 	@$(PYTHON) -m venv .venv || \
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
-demo: $(DEMO_READY) ## Train on four emulated hosts: DDP, AllReduce, DeAR (about 3 minutes from nothing)
+demo: $(DEMO_READY) ## Train on four emulated hosts: DDP, AllReduce, DeAR (3 to 4 minutes from nothing)
 	$(BIN)/wingbeat demo
 
 test: $(READY) ## Run the tests, those marked slow or gpu excepted
