@@ -301,9 +301,10 @@ def loads(load: Callable[[Path], object], name: str = "file.json") -> Callable[[
 
 def watched(text: str) -> object:
     watch = Watch("x-1", 0.0)
-    for line in text.split("\n"):
-        watch.add_report(line, 1.0)
-    return watch.job(2.0, 0.0)
+    for place, line in enumerate(text.split("\n")):
+        for rank in range(2):
+            assert watch.add_report(rank, line, 1.0 + place).isprintable()
+    return Job.from_text(json.dumps(watch.job(2.0, 0.0).to_json()))
 
 
 def reached(data: Any) -> object:

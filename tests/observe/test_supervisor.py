@@ -19,6 +19,7 @@ import pytest
 
 from helpers.reports import report
 from wingbeat.observe import supervisor, top
+from wingbeat.observe.report import Report
 from wingbeat.observe.supervisor import Places, Supervisor
 
 Visit = Callable[["Running"], Awaitable[None]]
@@ -39,9 +40,12 @@ class Running:
         while not self.task.done() and (not self.path.exists() or len(self.said) < lines):
             await asyncio.sleep(0.01)
 
-    def hear(self, *reports: str) -> None:
+    def hear(self, *reports: Report) -> None:
         for each in reports:
-            self.reports.feed_data(each.encode() + b"\n")
+            self.hear_text(each.rank, each.to_text())
+
+    def hear_text(self, rank: int, text: str) -> None:
+        self.reports.feed_data(f"{rank} {text}\n".encode())
 
     async def ask(self) -> dict[str, Any]:
         reader, writer = await asyncio.open_unix_connection(self.path)
@@ -99,7 +103,7 @@ def play(visit: Visit, places: Places, *, lines: int = 0) -> Running:
 def test_whoever_connects_is_shown_the_job(folder: Path) -> None:
     async def visit(running: Running) -> None:
         assert (await running.ask())["workers"] == []
-        running.hear(report(0, 1).to_text(), report(1, 1).to_text())
+        running.hear(report(0, 1), report(1, 1))
         job = await running.known(2)
         assert job["name"] == "train-1"
         assert [worker["report"]["iteration"] for worker in job["workers"]] == [2, 2]
@@ -126,12 +130,21 @@ def test_it_ends_with_the_one_that_started_it(folder: Path) -> None:
     play(visit, Places(str(folder)))
 
 
-def test_lines_that_are_no_reports_change_nothing(folder: Path) -> None:
+def test_reports_that_are_malformed_change_nothing_and_their_ranks_are_told_once(
+    folder: Path,
+) -> None:
     async def visit(running: Running) -> None:
-        running.hear("garbage", "{}", "x" * 100_000, report(0, 3, size=1).to_text())
-        assert len((await running.known(1))["workers"]) == 1
+        for _ in range(3):
+            running.hear_text(1, "garbage")
+            running.hear_text(2, report(0, 9, size=3).to_text())  # in another's name
+            running.hear_text(2, "{}")
+        running.hear(report(0, 3, size=3))
+        job = await running.known(1)
+        assert [each["report"] is not None for each in job["workers"]] == [True, False, False]
 
-    play(visit, Places(str(folder)))
+    first, second = play(visit, Places(str(folder))).said
+    assert first.startswith("`wingbeat top` does not show a report of rank 1: Report is not JSON: ")
+    assert second == "`wingbeat top` does not show a report of rank 2: rank is 0; allowed: 2"
 
 
 def test_strangers_that_send_garbage_or_nothing_or_go_at_once(
@@ -235,6 +248,7 @@ def test_library_for_metrics_is_loaded_only_where_there_is_a_port(
 ) -> None:
     script = f"""
 import asyncio, sys
+from wingbeat.observe.report import Report
 from wingbeat.observe.supervisor import Places, Supervisor
 
 async def main():
@@ -382,7 +396,7 @@ def test_http_alone_works_where_there_is_no_folder(tmp_path: Path) -> None:
 def test_a_job_that_is_started_again_takes_the_name_over(folder: Path) -> None:
     async def visit(old: Running) -> None:
         new = Running(Places(str(folder)))
-        new.hear(report(0, 9, size=1).to_text())
+        new.hear(report(0, 9, size=1))
         while not new.made._socket:
             await asyncio.sleep(0.01)
         await old.end()  # it must leave the new one's socket

@@ -133,6 +133,7 @@ class Supervisor:
     def __init__(self, name: str, places: Places, tell: Callable[[str], None]) -> None:
         self._name, self._places, self._tell = name, places, tell
         self._watch = Watch(name, time.monotonic())
+        self._refused: set[str] = set()
         self._connections: dict[asyncio.WriteTransport, None] = {}  # ordered by arrival
         self._socket: Path | None = None
         self._inode = 0
@@ -160,13 +161,14 @@ class Supervisor:
             done, _ = await asyncio.wait([next_line], timeout=_POLL_S)
             if not done:
                 continue
-            try:
-                line = next_line.result()
-                if not line:
-                    return
-                self._watch.add_report(line.decode(errors="replace"), time.monotonic())
-            except ValueError:  # exceeds the limit; the reader has dropped it
-                self._watch.refused += 1
+            line = next_line.result()
+            if not line:
+                return
+            rank, _, text = line.decode(errors="replace").partition(" ")
+            why = self._watch.add_report(int(rank), text, time.monotonic())
+            if why and rank not in self._refused:
+                self._refused.add(rank)
+                self._tell(f"`wingbeat top` does not show a report of rank {rank}: {why}")
             next_line = asyncio.ensure_future(reports.readline())
 
     async def _open_socket(self) -> asyncio.Server | None:
@@ -281,7 +283,10 @@ class Supervisor:
 
 
 async def serve(name: str, places: Places, parent: Callable[[], bool]) -> None:
-    """Serve with one report per line of standard input; messages go to standard output."""
+    """Serve; messages go to standard output.
+
+    A line of standard input is a rank, a space, and what the rank has sent.
+    """
     loop = asyncio.get_running_loop()
     reports = asyncio.StreamReader(limit=2 * LARGEST)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), sys.stdin)
