@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -42,12 +39,3 @@ def run(call: Callable[[], object]) -> str:
         text = pipe.read().decode()
     os.waitpid(child, 0)
     return text
-
-
-@pytest.fixture
-def shared_folder() -> Iterator[Path]:
-    """A folder as ``/tmp`` is: all users may create files there, and remove their own."""
-    made = Path(tempfile.mkdtemp(prefix="wb-", dir="/tmp"))
-    made.chmod(0o1777)
-    yield made
-    shutil.rmtree(made)

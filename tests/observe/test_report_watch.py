@@ -76,7 +76,9 @@ def test_silence_is_counted_from_the_last_new_report() -> None:
     watch = Watch("x", 0.0)
     said = report(0, 2).to_text()
     for now in range(2, 31):
-        assert watch.add_report(0, said, float(now)) == ""  # rank 0 reads the same text again and again
+        assert (
+            watch.add_report(0, said, float(now)) == ""
+        )  # rank 0 reads the same text again and again
     assert _worker(watch, 7.0 - 0.1).state == "running"
     add(watch, report(0, 3), 3.0)
     assert _worker(watch, 8.0).rate == 2.0

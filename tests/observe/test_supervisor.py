@@ -195,6 +195,35 @@ def test_a_visitor_that_never_reads_is_left(folder: Path, monkeypatch: pytest.Mo
     play(visit, Places(str(folder)))
 
 
+def test_visitors_that_never_read_take_a_bounded_memory_and_others_are_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "REQUEST_S", 600.0)
+    monkeypatch.setattr(supervisor, "_UNREAD", 20 << 20)
+    asked: list[int] = []
+
+    def page(_: Supervisor) -> bytes:
+        asked.append(1)
+        return json.dumps({"name": "x" * (4 << 20)}).encode()
+
+    monkeypatch.setattr(Supervisor, "_page", page)
+
+    async def visit(running: Running) -> None:
+        stuck = []
+        for number in range(20):
+            stuck.append(socket.socket(socket.AF_UNIX))
+            stuck[-1].connect(str(running.path))
+            while len(asked) <= number:
+                await asyncio.sleep(0.01)
+            unread = sum(each.get_write_buffer_size() for each in running.made._connections)
+            assert unread <= 20 << 20
+        assert len((await running.ask())["name"]) == 4 << 20
+        for each in stuck:
+            each.close()
+
+    play(visit, Places(str(folder)))
+
+
 @pytest.mark.parametrize("said", [b"", b"GET /met"])
 def test_connections_that_ask_nothing_keep_no_scrape_waiting(
     folder: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
