@@ -6,7 +6,9 @@ import builtins
 import gc
 import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -126,6 +128,15 @@ def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder as ``/tmp`` is: all users may create files there, and remove their own."""
+    made = Path(tempfile.mkdtemp(prefix="wb-", dir="/tmp"))
+    made.chmod(0o1777)
+    yield made
+    shutil.rmtree(made)
 
 
 @pytest.fixture(scope="session")

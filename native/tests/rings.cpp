@@ -1,6 +1,8 @@
 #include "rings.h"
 
+#include <fcntl.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -16,6 +18,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "connections.h"
@@ -259,7 +262,18 @@ void check_refused_memory() {
   if (::fstat(good.descriptors()[0], &found) != 0) throw std::runtime_error("fstat");
   const auto unsealed = ::memfd_create("unsealed", MFD_ALLOW_SEALING);
   if (::ftruncate(unsealed, found.st_size) != 0) throw std::runtime_error("ftruncate");
-  expect(refuses({unsealed, -1, -1}), "memory that can shrink is refused");
+  const auto with = [&](std::size_t place, int descriptor) {
+    std::vector<int> own = copies(good);
+    ::close(std::exchange(own[place], descriptor));
+    return own;
+  };
+  expect(refuses(with(0, unsealed)), "memory that can shrink is refused");
+  expect(refuses(with(1, ::eventfd(0, EFD_CLOEXEC))), "a doorbell that blocks is refused");
+  expect(refuses(with(2, ::open("/dev/null", O_RDWR | O_NONBLOCK))), "a file is no doorbell");
+  const auto pair = socket_pair();
+  expect(refuses(with(1, pair[0])), "a socket is no doorbell: SIGPIPE would end the process");
+  ::close(pair[1]);
+  expect(!refuses(copies(good)), "memory of rings is accepted");
   expect(::ftruncate(good.descriptors()[0], 1) != 0, "memory of rings cannot shrink");
 }
 

@@ -416,7 +416,7 @@ def _load_items(table: Table, data: Any, where: str, sizes: Sizes) -> Any:
     count = len(_typed(dict if table.type is dict else list, data, where))
     _check_count(count, limits, sizes, f"the number of {where}")
     if table.type is dict:
-        pairs = [(f"{where}.{key!s:.40}", [key, each]) for key, each in data.items()]
+        pairs = [(f"{where}.{printable(str(key)[:40])}", [key, each]) for key, each in data.items()]
     else:
         pairs = [(f"{where}[{place}]", each) for place, each in enumerate(data)]
     items = table.type(_load(item, each, name, sizes) for name, each in pairs)

@@ -29,7 +29,7 @@ def job(folder: Path) -> Iterator[str]:
     """A job that one worker has reported of."""
     launched = SupervisorProcess("train-1", Places(str(folder)), lambda _: None)
     for second in range(4):
-        launched.send_report(report(0, second, size=1).to_text())
+        launched.send_report(0, report(0, second, size=1).to_text())
     deadline = time.monotonic() + 30
     while not any(found.query().workers for found in top.running(folder)):
         assert time.monotonic() < deadline

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from helpers import mutants, saved_states
-from helpers.parsers import LIKE, PIECES, PROFILE, RAW, SPACE, TARGETS, TEXTS, Target
+from helpers.parsers import ADDRESSES, LIKE, PIECES, PROFILE, RAW, SPACE, TARGETS, TEXTS, Target
 
 FEW, MANY = 40, 2000
 """Inputs of each parser: in every run, and in the slow one."""
@@ -61,6 +61,12 @@ def changed_shard(**values: Any) -> Any:
     return {"list": [{"dict": {**part["dict"], **values}}]}
 
 
+def changed_addresses(**values: str) -> list[Any]:
+    secret, host, encrypted, [address, port, name] = ADDRESSES
+    own = {"secret": secret, "address": address, "name": name, **values}
+    return [own["secret"], host, encrypted, [own["address"], port, own["name"]]]
+
+
 HUGE = 10**400
 ONCE: list[tuple[str, Any]] = [
     (
@@ -98,6 +104,10 @@ ONCE: list[tuple[str, Any]] = [
     ("shards", lambda: changed_shard(world_size=2**62)),
     ("shards", lambda: changed_shard(steps=-1)),
     ("parts of checkpoints", b"PK"),
+    ("addresses of a rank", changed_addresses(secret="\ud800")),
+    ("addresses of a rank", changed_addresses(address="a" * 64 + ".b")),
+    ("addresses of a rank", changed_addresses(address="10.0.0.1\0")),
+    ("addresses of a rank", changed_addresses(name="\ud800")),
 ]
 """Inputs for which parsers raised something else, or took minutes; functions make those of states
 that are trained first."""

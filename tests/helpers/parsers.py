@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
+import socket
 import struct
 import tempfile
 from collections.abc import Callable
@@ -32,7 +34,7 @@ from wingbeat import _native, compression
 from wingbeat.compression import Half, LowRank, Sketch
 from wingbeat.doctor.facts import Facts
 from wingbeat.engine.updates.json_values import decode, encode
-from wingbeat.errors import PeerError, UsageError
+from wingbeat.errors import PeerError, RendezvousError, UsageError
 from wingbeat.exchanges import snapshot
 from wingbeat.integrations import checkpoint
 from wingbeat.methods.bounded_staleness import messages
@@ -67,7 +69,7 @@ from wingbeat.prediction import cluster
 from wingbeat.schema import MalformedMessage, Messages, from_json, parse_json, to_json
 from wingbeat.strategies import parse as parse_strategy
 from wingbeat.topologies.bcube import parse_size
-from wingbeat.transport import launchers, loopback, services
+from wingbeat.transport import launchers, loopback, services, tcp
 from wingbeat.transport.failures import ProcessAddress
 from wingbeat.transport.hosted_services import ServiceRequest
 from wingbeat.transport.interfaces import Host, Interface, choose
@@ -174,6 +176,7 @@ LIKE = json.dumps(
 )  # fmt: skip
 HOST = Host("boot/1", (Interface("eth0", "10.0.0.1", "10.0.0.0/24"),))
 CARD = PeerInfo(HOST, 7, "3", True, ((99,),), 1 << 20, 1 << 20)
+ADDRESSES = ["0f" * 32, "boot/1", None, ["10.0.0.1", 4000, "wingbeat/" + "0f" * 16]]
 VALUES = tuple(map(encode, (1, (0.9, [True, None]), torch.arange(6.0).reshape(2, 3), "name")))
 VIEW = View((0, 1, 2))
 FRAMES = tuple(
@@ -298,9 +301,18 @@ def loads(load: Callable[[Path], object], name: str = "file.json") -> Callable[[
 
 def watched(text: str) -> object:
     watch = Watch("x-1", 0.0)
-    for line in text.split("\n"):
-        watch.add_report(line, 1.0)
-    return watch.job(2.0, 0.0)
+    for place, line in enumerate(text.split("\n")):
+        for rank in range(2):
+            assert watch.add_report(rank, line, 1.0 + place).isprintable()
+    return Job.from_text(json.dumps(watch.job(2.0, 0.0).to_json()))
+
+
+def reached(data: Any) -> object:
+    """The addresses of a rank that are read can be connected to."""
+    found = tcp._checked(0, 1, data, 1)
+    place = found.places[0]
+    socket.getaddrinfo(place.address, place.port, flags=socket.AI_NUMERICHOST)
+    return found.incarnation, os.fsencode(place.name)
 
 
 def epoch(text: str) -> object:
@@ -648,6 +660,7 @@ TARGETS = [
         (json.dumps(ServiceRequest("wingbeat.x", "{}", "a/b", "", "1")),),
         (MalformedMessage,),
     ),
+    Target("addresses of a rank", VALUES_, reached, (ADDRESSES,), (RendezvousError,)),
     Target(
         "cards", TEXTS, functools.partial(parse_json, PeerInfo), (CARD.to_json(),), (ValueError,)
     ),

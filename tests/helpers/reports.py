@@ -34,6 +34,11 @@ def report(rank: int = 0, second: int = 0, *, size: int = 2, **fields: Any) -> R
     return Report(rank=rank, size=size, **{**made, **fields})
 
 
+def add(watch: Watch, made: Report, now: float) -> None:
+    """Add a report of the rank that it names."""
+    assert watch.add_report(made.rank, made.to_text(), now) == ""
+
+
 def job(
     workers: int = 2, seconds: int = 20, *, sections: tuple[Section, ...] = (), **fields: Any
 ) -> Job:
@@ -42,5 +47,5 @@ def job(
     for second in range(seconds + 1):
         for rank in range(workers):
             made = report(rank, second, size=workers, sections=sections, **fields)
-            watch.add_report(made.to_text(), float(second))
+            add(watch, made, float(second))
     return watch.job(float(seconds), 1_700_000_000.0)

@@ -6,7 +6,7 @@ import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from helpers.reports import job, report
+from helpers.reports import add, job, report
 from wingbeat.observe.meter import Section
 from wingbeat.observe.prometheus import exposition
 from wingbeat.observe.report import Job, Watch
@@ -71,12 +71,12 @@ def test_the_figures_are_the_workers() -> None:
 
 def test_labels_are_escaped() -> None:
     watch = Watch("x", 0.0)
-    watch.add_report(report(0, 0, host='a"b\\c').to_text(), 0.0)
+    add(watch, report(0, 0, host='a"b\\c'), 0.0)
     assert 'host="a\\"b\\\\c"' in page_of(watch.job(0.0, 0.0))
 
 
 def test_a_worker_that_was_never_heard_is_only_silent() -> None:
     watch = Watch("x", 0.0)
-    watch.add_report(report(1, 0).to_text(), 0.0)
+    add(watch, report(1, 0), 0.0)
     lines = [line for line in page_of(watch.job(7.0, 0.0)).splitlines() if 'rank="0"' in line]
     assert lines == ['wingbeat_silent_seconds{job="x",rank="0"} 7.0']

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.reports import report
 from wingbeat.observe import meter as meters
 from wingbeat.observe import reporter as module
 from wingbeat.observe.meter import Meter, Section
@@ -53,11 +54,12 @@ class Listener:
         self.ended = ""
         self.block: threading.Event | None = None
 
-    def send_report(self, text: str) -> bool:
+    def send_report(self, rank: int, text: str) -> bool:
         if self.block is not None:
             self.block.wait(30)
         if self.there and self.parse:
             self.heard.append(Report.from_text(text))
+            assert self.heard[-1].rank == rank
         return self.there
 
     def close(self) -> None:
@@ -214,6 +216,24 @@ def test_rank_zero_reads_a_bounded_number_each_time_and_nobody_is_forgotten(
         worker.send()
     assert sorted(shelf.asked) == sorted(6 * keys)
     assert sorted(shelf.looked) == keys  # who has been seen is there
+
+
+def test_report_that_is_replaced_or_deleted_in_the_store_ends_no_other_reports() -> None:
+    """A process without the job's key can write to the store: its value counts as missing."""
+
+    class Overwritten(Shelf):
+        def get(self, key: str, seconds: float) -> str:
+            if key == "reports/1":
+                raise TimeoutError("its authentication tag is wrong or missing")
+            return super().get(key, seconds)
+
+    shelf, listener = Overwritten(), Listener()
+    shelf.kept = {f"reports/{rank}": report(rank, 1, size=3).to_text() for rank in (1, 2)}
+    worker = _reporter(0, 3, shelf, listener)
+    for _ in range(2):
+        worker.send()
+    assert [each.rank for each in listener.heard] == [0, 2, 0, 2]
+    assert shelf.looked == ["reports/1", "reports/2", "reports/1"]  # it may be there again
 
 
 def test_without_a_supervisor_rank_zero_reads_nothing() -> None:

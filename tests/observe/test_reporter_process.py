@@ -89,11 +89,28 @@ def test_a_port_that_is_none_is_one_clear_error(said: str) -> None:
 
 def test_what_it_is_told_it_tells(folder: Path, start: Callable[[], SupervisorProcess]) -> None:
     launched = start()
-    assert launched.send_report(report(0, 4, size=1).to_text())
+    assert launched.send_report(0, report(0, 4, size=1).to_text())
     [worker] = _job(folder, 1).workers
     assert worker.report == report(0, 4, size=1)
     launched.close()
     assert list(folder.iterdir()) == []
+
+
+def test_text_of_a_rank_cannot_pass_for_another_ranks_report(folder: Path) -> None:
+    """As other lines, or as the rest of a line that exceeds the limit of the reader in bytes."""
+    forged, told = report(1, 9).to_text(), list[str]()
+    launched = SupervisorProcess("train-1", Places(str(folder)), told.append)
+    launched.send_report(0, report(0, 3).to_text())
+    for text in (f"\n1 {forged}\n", "\u20ac" * 12_000 + f"1 {forged}", "\ud800", "x" * (20 << 20)):
+        assert launched.send_report(0, text)
+    launched.send_report(0, report(0, 4).to_text())
+    deadline = time.monotonic() + 30
+    while (job := _job(folder, 2)).workers[0].report != report(0, 4):
+        assert time.monotonic() < deadline
+    assert job.workers[1].report is None
+    launched.close()
+    [line] = told
+    assert line.startswith("`wingbeat top` does not show a report of rank 0: ")
 
 
 def test_it_ends_though_a_forked_child_has_its_socket_too(
@@ -131,7 +148,7 @@ def test_it_imports_what_this_process_would(
         (tmp_path / f"{name}.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
     launched = SupervisorProcess("train-1", Places(str(folder)), lambda _: None)
-    assert launched.send_report(report(0, 4, size=1).to_text())
+    assert launched.send_report(0, report(0, 4, size=1).to_text())
     assert _job(folder, 1).workers
     launched.close()
 
@@ -142,11 +159,11 @@ def test_one_that_is_killed_takes_nothing_more_and_that_is_told_once(folder: Pat
     _job(folder)
     os.kill(launched.pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while launched.send_report(report(0, 1).to_text()):
+    while launched.send_report(0, report(0, 1).to_text()):
         assert time.monotonic() < deadline
-    assert not launched.send_report("more")
+    assert not launched.send_report(0, "more")
     launched.close()
-    assert not launched.send_report("more")
+    assert not launched.send_report(0, "more")
     assert told == ["`wingbeat top` shows this job no more: its supervisor has ended"]
     assert [path.name for path in folder.iterdir()] == ["train-1.sock"]  # it could not
     assert top.running(folder) == []
@@ -159,7 +176,7 @@ def test_its_end_does_not_end_a_script_that_broken_pipes_end(folder: Path) -> No
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         launched = SupervisorProcess("train-1", Places(str(folder)), lambda _: None)
         launched.kill()
-        os._exit(3 + launched.send_report("more"))
+        os._exit(3 + launched.send_report(0, "more"))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
@@ -173,7 +190,7 @@ def test_a_scripts_default_timeout_does_not_end_it(folder: Path) -> None:
     os.kill(launched.pid, signal.SIGSTOP)
     threading.Timer(0.2, os.kill, (launched.pid, signal.SIGCONT)).start()
     for second in range(300):  # more than the system keeps
-        assert launched.send_report(report(0, second).to_text() + 5_000 * " ")
+        assert launched.send_report(0, report(0, second).to_text() + 5_000 * " ")
     launched.close()
 
 
@@ -186,7 +203,7 @@ def test_one_that_is_stopped_is_killed_and_frees_who_waits_for_it(
     text = report(0, 1).to_text()
 
     def fill() -> None:
-        while launched.send_report(text):
+        while launched.send_report(0, text):
             pass
 
     thread = threading.Thread(target=fill, daemon=True)
@@ -204,7 +221,7 @@ def test_what_ends_the_workers_is_not_for_it(
     launched = start()
     _job(folder)
     os.kill(launched.pid, number)
-    launched.send_report(report(0, 1, size=1).to_text())
+    launched.send_report(0, report(0, 1, size=1).to_text())
     assert _job(folder, 1).workers
 
 

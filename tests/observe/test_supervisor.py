@@ -19,6 +19,7 @@ import pytest
 
 from helpers.reports import report
 from wingbeat.observe import supervisor, top
+from wingbeat.observe.report import Report
 from wingbeat.observe.supervisor import Places, Supervisor
 
 Visit = Callable[["Running"], Awaitable[None]]
@@ -39,9 +40,12 @@ class Running:
         while not self.task.done() and (not self.path.exists() or len(self.said) < lines):
             await asyncio.sleep(0.01)
 
-    def hear(self, *reports: str) -> None:
+    def hear(self, *reports: Report) -> None:
         for each in reports:
-            self.reports.feed_data(each.encode() + b"\n")
+            self.hear_text(each.rank, each.to_text())
+
+    def hear_text(self, rank: int, text: str) -> None:
+        self.reports.feed_data(f"{rank} {text}\n".encode())
 
     async def ask(self) -> dict[str, Any]:
         reader, writer = await asyncio.open_unix_connection(self.path)
@@ -99,7 +103,7 @@ def play(visit: Visit, places: Places, *, lines: int = 0) -> Running:
 def test_whoever_connects_is_shown_the_job(folder: Path) -> None:
     async def visit(running: Running) -> None:
         assert (await running.ask())["workers"] == []
-        running.hear(report(0, 1).to_text(), report(1, 1).to_text())
+        running.hear(report(0, 1), report(1, 1))
         job = await running.known(2)
         assert job["name"] == "train-1"
         assert [worker["report"]["iteration"] for worker in job["workers"]] == [2, 2]
@@ -126,12 +130,21 @@ def test_it_ends_with_the_one_that_started_it(folder: Path) -> None:
     play(visit, Places(str(folder)))
 
 
-def test_lines_that_are_no_reports_change_nothing(folder: Path) -> None:
+def test_reports_that_are_malformed_change_nothing_and_their_ranks_are_told_once(
+    folder: Path,
+) -> None:
     async def visit(running: Running) -> None:
-        running.hear("garbage", "{}", "x" * 100_000, report(0, 3, size=1).to_text())
-        assert len((await running.known(1))["workers"]) == 1
+        for _ in range(3):
+            running.hear_text(1, "garbage")
+            running.hear_text(2, report(0, 9, size=3).to_text())  # in another's name
+            running.hear_text(2, "{}")
+        running.hear(report(0, 3, size=3))
+        job = await running.known(1)
+        assert [each["report"] is not None for each in job["workers"]] == [True, False, False]
 
-    play(visit, Places(str(folder)))
+    first, second = play(visit, Places(str(folder))).said
+    assert first.startswith("`wingbeat top` does not show a report of rank 1: Report is not JSON: ")
+    assert second == "`wingbeat top` does not show a report of rank 2: rank is 0; allowed: 2"
 
 
 def test_strangers_that_send_garbage_or_nothing_or_go_at_once(
@@ -178,6 +191,35 @@ def test_a_visitor_that_never_reads_is_left(folder: Path, monkeypatch: pytest.Mo
             await asyncio.sleep(0.01)
         assert not running.made._connections
         stuck.close()
+
+    play(visit, Places(str(folder)))
+
+
+def test_visitors_that_never_read_take_a_bounded_memory_and_others_are_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "REQUEST_S", 600.0)
+    monkeypatch.setattr(supervisor, "_UNREAD", 20 << 20)
+    asked: list[int] = []
+
+    def page(_: Supervisor) -> bytes:
+        asked.append(1)
+        return json.dumps({"name": "x" * (4 << 20)}).encode()
+
+    monkeypatch.setattr(Supervisor, "_page", page)
+
+    async def visit(running: Running) -> None:
+        stuck = []
+        for number in range(20):
+            stuck.append(socket.socket(socket.AF_UNIX))
+            stuck[-1].connect(str(running.path))
+            while len(asked) <= number:
+                await asyncio.sleep(0.01)
+            unread = sum(each.get_write_buffer_size() for each in running.made._connections)
+            assert unread <= 20 << 20
+        assert len((await running.ask())["name"]) == 4 << 20
+        for each in stuck:
+            each.close()
 
     play(visit, Places(str(folder)))
 
@@ -235,6 +277,7 @@ def test_library_for_metrics_is_loaded_only_where_there_is_a_port(
 ) -> None:
     script = f"""
 import asyncio, sys
+from wingbeat.observe.report import Report
 from wingbeat.observe.supervisor import Places, Supervisor
 
 async def main():
@@ -382,7 +425,7 @@ def test_http_alone_works_where_there_is_no_folder(tmp_path: Path) -> None:
 def test_a_job_that_is_started_again_takes_the_name_over(folder: Path) -> None:
     async def visit(old: Running) -> None:
         new = Running(Places(str(folder)))
-        new.hear(report(0, 9, size=1).to_text())
+        new.hear(report(0, 9, size=1))
         while not new.made._socket:
             await asyncio.sleep(0.01)
         await old.end()  # it must leave the new one's socket

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -149,6 +151,69 @@ def test_who_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
             top.find("mute-1", tmp_path).query()
 
 
+@pytest.fixture
+def dripping(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The port of a server that sends bytes one by one, so that no wait for a byte times out."""
+    monkeypatch.setattr(top, "TIMEOUT_S", 0.3)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            visitor, _ = listener.accept()
+            with visitor:
+                for _ in range(2_000):
+                    visitor.sendall(b"H")
+                    time.sleep(0.01)
+
+    threading.Thread(target=drip, daemon=True).start()
+    yield listener.getsockname()[1]
+    listener.close()
+
+
+def test_who_answers_byte_by_byte_is_given_up(dripping: int) -> None:
+    begin = time.monotonic()
+    with pytest.raises(JobLost, match=f"no wingbeat job answers at :{dripping}: timed out"):
+        top.find(f":{dripping}").query()
+    assert time.monotonic() - begin < 10.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\x1b]0;owned\x07\x1b[2J\r\n\r\n{}",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 404 Not Found\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n\x1b[2J",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+        b"\xff" * 100_000,
+    ],
+)
+def test_what_answers_at_a_port_and_is_no_job_is_one_line_without_its_control_characters(
+    answer: bytes,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve_once() -> None:
+            visitor, _ = listener.accept()
+            with visitor, contextlib.suppress(OSError):
+                visitor.recv(4096)
+                visitor.sendall(answer)
+
+        thread = threading.Thread(target=serve_once, daemon=True)
+        thread.start()
+        with pytest.raises(JobLost) as raised:
+            top.find(f":{listener.getsockname()[1]}").query()
+        thread.join(10)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 250
+
+
+def test_a_host_that_no_name_can_be_is_one_clear_error() -> None:
+    with pytest.raises(JobLost, match=r"no wingbeat job answers at x{80}\.x:80: "):
+        top.find("x" * 80 + ".x:80").query()
+
+
 def test_a_job_that_has_ended_since_it_was_found(tmp_path: Path, serve: Serve) -> None:
     serve("train-1", _text())
     found = top.find("", tmp_path)
@@ -174,7 +239,7 @@ def test_another_hosts_job_is_asked_by_http(monkeypatch: pytest.MonkeyPatch) -> 
         port = listener.getsockname()[1]
         assert top.find(f"localhost:{port}").query().name == "train-1"
         thread.join(10)
-    assert asked[0].startswith(b"GET /job HTTP/1.1\r\n")
+    assert asked[0].startswith(b"GET /job HTTP/1.0\r\n")
     with pytest.raises(JobLost, match=f"no wingbeat job answers at :{port}: "):
         top.find(f":{port}").query()
 

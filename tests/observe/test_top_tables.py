@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from helpers.reports import job, report
+from helpers.reports import add, job, report
 from wingbeat.observe import top
 from wingbeat.observe.meter import Section
 from wingbeat.observe.report import Job, Watch
@@ -33,8 +33,8 @@ def test_the_headline() -> None:
 
 def test_the_headline_says_when_workers_differ() -> None:
     watch = Watch("gan-1", 0.0)
-    watch.add_report(report(0, 3, size=3).to_text(), 0.0)
-    watch.add_report(report(1, 5, size=3).to_text(), 0.0)
+    add(watch, report(0, 3, size=3), 0.0)
+    add(watch, report(1, 5, size=3), 0.0)
     made = watch.job(2.0, 0.0)
     assert top.headline(made) == (
         "gan-1: iteration 6 to 10; 3 workers, 2 running; watched for 2 s; DeAR()"
@@ -108,8 +108,8 @@ def test_a_grid_that_is_too_wide_says_how_much_is_left_out() -> None:
 
 def test_workers_that_show_different_columns() -> None:
     watch = Watch("x", 0.0)
-    watch.add_report(report(0, 0, sections=(Section("groups", {"group": "0, 2"}),)).to_text(), 0.0)
-    watch.add_report(report(1, 0, sections=(Section("groups", {"epoch": 3}),)).to_text(), 0.0)
+    add(watch, report(0, 0, sections=(Section("groups", {"group": "0, 2"}),)), 0.0)
+    add(watch, report(1, 0, sections=(Section("groups", {"epoch": 3}),)), 0.0)
     assert text(watch.job(0.0, 0.0), 80, "groups") == [
         "groups",
         "rank  group  epoch",
@@ -134,7 +134,7 @@ def test_interfaces() -> None:
 
 def test_a_worker_that_has_said_nothing_is_there() -> None:
     watch = Watch("x", 0.0)
-    watch.add_report(report(1, 0).to_text(), 0.0)
+    add(watch, report(1, 0), 0.0)
     lines = text(watch.job(9.0, 0.0), 80, "workers")
     assert lines[2].split() == ["0", *"------", *["no", "report", "for", "9", "s"]]
     assert lines[3].endswith("silent for 9 s")

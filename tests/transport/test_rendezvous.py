@@ -389,7 +389,7 @@ def test_worker_restarted_alone_opens_no_links(monkeypatch: pytest.MonkeyPatch) 
             world.store.set(f"1/interfaces/{rank}", json.dumps(to_json(nic.local())))
             world.store.set(f"2/networks/{rank}", json.dumps([f"10.0.{rank}.0/24"]))
             places = [["127.0.0.1", 1, ""]] * len(json.loads(good))
-            world.store.set(f"3/connections/{rank}", json.dumps(["secret", "", None, *places]))
+            world.store.set(f"3/connections/{rank}", json.dumps(["0f" * 32, "", None, *places]))
         world.store.set("left/1", "failed")
         world.store.set("published/speeds/0", next(speeds))
 

@@ -55,6 +55,15 @@ bool is_sealed(int fd) {
   return found >= 0 && (found & seals) == seals;
 }
 
+// A write to a pipe or a socket could block, or end this process by SIGPIPE. An eventfd is an
+// anonymous inode, which has no type of a file.
+bool is_doorbell(int fd) {
+  struct stat found {};
+  const int flags = ::fcntl(fd, F_GETFL);
+  return ::fstat(fd, &found) == 0 && (found.st_mode & S_IFMT) == 0 && flags >= 0 &&
+         (flags & O_NONBLOCK) != 0;
+}
+
 }  // namespace
 
 // All accesses of `written`, `consumed` and the flags are sequentially consistent: a side that sets
@@ -182,7 +191,8 @@ Rings::Rings(const std::vector<int>& descriptors) : descriptors_(descriptors), c
     struct stat found {};
     // Memory that can shrink would end this process when it is accessed.
     if (descriptors_.size() != rings_descriptors || ::fstat(descriptors_[0], &found) != 0 ||
-        found.st_size != static_cast<off_t>(memory_bytes) || !is_sealed(descriptors_[0])) {
+        found.st_size != static_cast<off_t>(memory_bytes) || !is_sealed(descriptors_[0]) ||
+        !is_doorbell(descriptors_[1]) || !is_doorbell(descriptors_[2])) {
       throw std::runtime_error("the peer sent no memory of a connection");
     }
     map();

@@ -28,8 +28,14 @@ MOST_WORKERS = 4096
 SILENT_S = 5.0
 """Seconds without a report after which a worker is silent; more in large jobs."""
 
+_HISTORY = 32
+"""Maximum reports of a worker that rates are computed from. In `WINDOW_S` there are about 12."""
+
 STILL_S = 10.0
 """Seconds without a step after which the state reports it."""
+
+_MOST_RATE = 1e14
+"""Maximum of a rate or a duration, below the limit of numbers in JSON."""
 
 WINDOW_S = 10.0
 """Rates are averages over this number of seconds before a worker's last report."""
@@ -190,32 +196,34 @@ class Job:
 
 
 class Watch:
-    """Computes the state of a job from its workers' reports. Callers pass the time in.
-
-    ``refused`` counts texts that were not valid reports of this job.
-    """
+    """Computes the state of a job from its workers' reports. Callers pass the time in."""
 
     def __init__(self, name: str, now: float) -> None:
         self._name, self._began = name, now
         self._histories: dict[int, _History] = {}
         self._size = 0
-        self.refused = 0
 
-    def add_report(self, text: str, now: float) -> None:
-        """Add a worker's report; count and drop anything else. A repeated report has no effect."""
+    def add_report(self, rank: int, text: str, now: float) -> str:
+        """Add the text that a rank has sent; a repeated report has no effect.
+
+        Returns why it is refused, in one line; empty if it is not.
+        """
         try:
             report = Report.from_text(text)
+            if report.rank != rank:
+                raise MalformedMessage(f"rank is {report.rank}; allowed: {rank}")
             if report.size > MOST_WORKERS or self._size not in (0, report.size):
-                raise MalformedMessage(f"a job of {report.size} workers, not {self._size}")
-        except MalformedMessage:
-            self.refused += 1
-            return
+                allowed = self._size or f"up to {MOST_WORKERS}"
+                raise MalformedMessage(f"size is {report.size}; allowed: {allowed}")
+        except MalformedMessage as error:
+            return str(error)
         self._size = report.size
-        history = self._histories.get(report.rank)
+        history = self._histories.get(rank)
         if history is None or not history.continues(report):
-            self._histories[report.rank] = _History(report, now)
+            self._histories[rank] = _History(report, now)
         else:
             history.add(report, now)
+        return ""
 
     def job(self, now: float, unix_s: float) -> Job:
         """Return the job's current state."""
@@ -233,7 +241,7 @@ class _History:
     """The reports of one worker's process in the last `WINDOW_S` seconds."""
 
     def __init__(self, report: Report, now: float) -> None:
-        self.reports = deque([report])
+        self.reports = deque([report], _HISTORY)
         self._at = self._stepped = now
 
     def continues(self, report: Report) -> bool:
@@ -270,7 +278,7 @@ def _with_rates(worker: Worker, first: Report, last: Report) -> Worker:
     passed, steps = last.at_s - first.at_s, max(0, last.iteration - first.iteration)
 
     def rate(now: float, before: float) -> float:
-        return max(0.0, now - before) / passed
+        return _bounded((now - before) / passed)
 
     def section_rates(section: Section) -> Section:
         if not section.unit:
@@ -284,8 +292,8 @@ def _with_rates(worker: Worker, first: Report, last: Report) -> Worker:
     grown = {p: s - first.spent_s.get(p, 0.0) for p, s in last.spent_s.items()}
     return replace(
         worker,
-        rate=steps / passed,
-        ms={part: 1e3 * max(0.0, s) / steps for part, s in grown.items()} if steps else {},
+        rate=_bounded(steps / passed),
+        ms={part: _bounded(1e3 * s / steps) for part, s in grown.items()} if steps else {},
         interfaces={
             name: (rate(sent, before[0]), rate(received, before[1]))
             for name, (sent, received) in last.interfaces.items()
@@ -293,3 +301,8 @@ def _with_rates(worker: Worker, first: Report, last: Report) -> Worker:
         },
         sections=tuple(map(section_rates, last.sections)),
     )
+
+
+def _bounded(value: float) -> float:
+    """Return a figure of a worker, whose clock may say anything, within the limits of a `Job`."""
+    return min(max(0.0, value), _MOST_RATE)

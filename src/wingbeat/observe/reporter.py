@@ -27,7 +27,7 @@ from wingbeat.errors import UsageError
 from wingbeat.observe import meter
 from wingbeat.observe.log import log
 from wingbeat.observe.meter import TEXT, Cell, Meter, Section
-from wingbeat.observe.report import READS, Report
+from wingbeat.observe.report import LARGEST, READS, Report
 from wingbeat.observe.summary import Summary
 from wingbeat.observe.supervisor import Places, socket_folder
 from wingbeat.settings import is_on
@@ -138,11 +138,15 @@ class SupervisorProcess:
         """The process id."""
         return self._process.pid
 
-    def send_report(self, text: str) -> bool:
-        """Send a line to the supervisor; return whether it was sent, and report a first failure."""
+    def send_report(self, rank: int, text: str) -> bool:
+        """Send what a rank has reported; return whether it was sent, and report a first failure.
+
+        Whatever the text contains, it is one line of bounded length.
+        """
+        line = f"{rank} {text[: LARGEST + 1]}".replace("\n", " ").encode("ascii", "replace")
         try:
             # A script may let SIGPIPE terminate it; this write must not.
-            self._reports.sendall(text.encode() + b"\n", socket.MSG_NOSIGNAL)
+            self._reports.sendall(line + b"\n", socket.MSG_NOSIGNAL)
             return True
         except OSError:  # it has exited, or is being closed
             if not self._failed and self._reports.fileno() >= 0:
@@ -251,14 +255,14 @@ class Reporter:
         mine = report.to_text()
         if self._rank:
             self._store.set(_key(self._rank), mine)
-        elif self._supervisor is not None and self._supervisor.send_report(mine):
+        elif self._supervisor is not None and self._supervisor.send_report(0, mine):
             # Ranks are read in turns, so that reading has a bounded cost.
             others = self._size - 1
             for _ in range(min(others, READS)):
-                text = self._read(self._turn)
-                self._turn = self._turn % others + 1
+                rank, self._turn = self._turn, self._turn % others + 1
+                text = self._read(rank)
                 if text is not None:
-                    self._supervisor.send_report(text)
+                    self._supervisor.send_report(rank, text)
 
     def _read(self, rank: int) -> str | None:
         if rank not in self._seen:
@@ -266,7 +270,11 @@ class Reporter:
             if not self._store.has(_key(rank)):
                 return None
             self._seen.add(rank)
-        return self._store.get(_key(rank), _READ_S)
+        try:
+            return self._store.get(_key(rank), _READ_S)
+        except TimeoutError:  # deleted, or replaced without the job's key
+            self._seen.discard(rank)
+            return None
 
     def _comparison(self) -> str:
         """Return what is known of DDP's schedule; nothing with several models."""

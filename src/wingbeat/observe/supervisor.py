@@ -41,6 +41,9 @@ It exceeds the 100 that asyncio accepts at once, so idle connections cannot bloc
 arrives with its connection.
 """
 
+_UNREAD = 64 << 20
+"""Maximum bytes that wait for clients to read them; then the oldest such connection is closed."""
+
 _BIND_S = 5.0
 """Seconds to retry a port that a restarted job's predecessor may still hold."""
 
@@ -86,7 +89,9 @@ def check_private(path: Path) -> None:
         raise NotPrivate(f"{path}: {err.strerror}") from None
     # Another user may have created that name in /tmp before.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise NotPrivate(f"{path}: it is not a folder of this user alone (chmod 700)")
+        raise NotPrivate(
+            f"{path}: it is not a folder of this user alone: chmod 700 it, or set {FOLDER}"
+        )
 
 
 def live_sockets(folder: Path) -> list[Path]:
@@ -133,6 +138,7 @@ class Supervisor:
     def __init__(self, name: str, places: Places, tell: Callable[[str], None]) -> None:
         self._name, self._places, self._tell = name, places, tell
         self._watch = Watch(name, time.monotonic())
+        self._refused: set[str] = set()
         self._connections: dict[asyncio.WriteTransport, None] = {}  # ordered by arrival
         self._socket: Path | None = None
         self._inode = 0
@@ -160,13 +166,14 @@ class Supervisor:
             done, _ = await asyncio.wait([next_line], timeout=_POLL_S)
             if not done:
                 continue
-            try:
-                line = next_line.result()
-                if not line:
-                    return
-                self._watch.add_report(line.decode(errors="replace"), time.monotonic())
-            except ValueError:  # exceeds the limit; the reader has dropped it
-                self._watch.refused += 1
+            line = next_line.result()
+            if not line:
+                return
+            rank, _, text = line.decode(errors="replace").partition(" ")
+            why = self._watch.add_report(int(rank), text, time.monotonic())
+            if why and rank not in self._refused:
+                self._refused.add(rank)
+                self._tell(f"`wingbeat top` does not show a report of rank {rank}: {why}")
             next_line = asyncio.ensure_future(reports.readline())
 
     async def _open_socket(self) -> asyncio.Server | None:
@@ -224,14 +231,26 @@ class Supervisor:
         self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         async with self._connection(writer):  # there is no request
-            writer.write(self._page())
+            self._send(writer, self._page())
 
     async def _answer_http(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         async with self._connection(writer):
             head = await reader.readuntil(b"\r\n\r\n")
-            writer.write(self._response(head.split(b"\r\n", 1)[0].split()))
+            self._send(writer, self._response(head.split(b"\r\n", 1)[0].split()))
+
+    def _send(self, writer: asyncio.StreamWriter, answer: bytes) -> None:
+        """Send an answer; close the oldest connections whose clients read nothing."""
+        unread = {each: each.get_write_buffer_size() for each in self._connections}
+        excess = sum(unread.values()) + len(answer) - _UNREAD
+        for each, nbytes in unread.items():
+            if excess <= 0:
+                break
+            if nbytes:
+                each.abort()
+                excess -= nbytes
+        writer.write(answer)
 
     def _page(self) -> bytes:
         return json.dumps(self._watch.job(time.monotonic(), time.time()).to_json()).encode()
@@ -281,7 +300,10 @@ class Supervisor:
 
 
 async def serve(name: str, places: Places, parent: Callable[[], bool]) -> None:
-    """Serve with one report per line of standard input; messages go to standard output."""
+    """Serve; messages go to standard output.
+
+    A line of standard input is a rank, a space, and what the rank has sent.
+    """
     loop = asyncio.get_running_loop()
     reports = asyncio.StreamReader(limit=2 * LARGEST)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reports), sys.stdin)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,10 @@ from wingbeat.observe.supervisor import (
     live_sockets,
     socket_folder,
 )
-from wingbeat.schema import MalformedMessage
+from wingbeat.schema import MalformedMessage, printable
 
 TIMEOUT_S = 3.0
-"""Seconds to wait for an answer."""
+"""Seconds for a whole answer."""
 
 LARGEST = 64 << 20
 """Maximum size of an answer in bytes."""
@@ -94,18 +94,15 @@ def _job_behind(path: Path) -> Found:
     name = path.name.removesuffix(SUFFIX)
 
     def query() -> Job:
-        text = bytearray()
+        deadline = time.monotonic() + TIMEOUT_S
         with socket.socket(socket.AF_UNIX) as queried:
             queried.settimeout(TIMEOUT_S)
             try:
                 queried.connect(os.fspath(path))
-                while part := queried.recv(1 << 16):
-                    text += part
-                    if len(text) > LARGEST:
-                        raise OSError(f"more than {LARGEST} bytes")
+                text = _read_all(queried, deadline)
             except OSError as err:
                 raise JobLost(f"job {name} has ended, or does not answer: {err}") from None
-        return _parsed(bytes(text), name)
+        return _parsed(text, name)
 
     return Found(name, query)
 
@@ -118,18 +115,35 @@ def job_at(address: str) -> Found:
     host = host.strip("[]") or "127.0.0.1"
 
     def query() -> Job:
-        queried = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
+        deadline = time.monotonic() + TIMEOUT_S
         try:
-            queried.request("GET", "/job")
-            text = queried.getresponse().read(LARGEST)
-        except (OSError, http.client.HTTPException) as err:
-            why = err or type(err).__name__
-            raise JobLost(f"no wingbeat job answers at {address}: {why}") from None
-        finally:
-            queried.close()
+            with socket.create_connection((host, int(port)), TIMEOUT_S) as queried:
+                # Of version 1.0, so that the answer ends with the connection.
+                queried.sendall(f"GET /job HTTP/1.0\r\nHost: {address}\r\n\r\n".encode())
+                answer = _read_all(queried, deadline)
+        except (OSError, UnicodeError) as err:  # a host's name that cannot be encoded
+            raise JobLost(f"no wingbeat job answers at {address}: {err}") from None
+        head, _, text = answer.partition(b"\r\n\r\n")
+        status = head.partition(b"\r\n")[0].decode("ascii", "replace")
+        if not re.match("HTTP/1.[01] 200 ", status):
+            raise JobLost(f"no wingbeat job answers at {address}: {printable(status[:80])!r}")
         return _parsed(text, address)
 
     return Found(address, query)
+
+
+def _read_all(queried: socket.socket, deadline: float) -> bytes:
+    """Read up to the end of a connection; an OSError at the deadline, or if it is too much."""
+    text = bytearray()
+    while True:
+        queried.settimeout(max(deadline - time.monotonic(), 1e-3))
+        if not (part := queried.recv(1 << 16)):
+            return bytes(text)
+        text += part
+        if len(text) > LARGEST:
+            raise OSError(f"more than {LARGEST} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out")
 
 
 def _parsed(text: bytes, name: str) -> Job:

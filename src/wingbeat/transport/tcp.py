@@ -22,9 +22,11 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import ipaddress
 import itertools
 import json
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -67,8 +69,10 @@ _HANDSHAKE_S = 10.0
 _MAX_STRANGERS = 64
 """Unauthenticated connections in excess of the expected ones; then one is closed."""
 
-_MAX_NAME = 64
-"""Characters of the name of a Unix socket."""
+_SECRET = re.compile("[0-9a-f]{64}")
+
+_NAME = re.compile("(wingbeat/[0-9a-f]{32})?")
+"""The name of an abstract Unix socket; empty without one."""
 
 _RETRY_S = 0.05
 _MIN_CONNECT_S = 0.1
@@ -461,16 +465,27 @@ def _is_place(found: Any) -> bool:
     return (
         isinstance(found, list)
         and [type(each) for each in found] == [str, int, str]
+        and _is_address(found[0])
         and 0 < found[1] < 1 << 16
-        and len(found[2]) < _MAX_NAME
+        and _NAME.fullmatch(found[2]) is not None
     )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text  # a scope has no meaning on another host
 
 
 def _checked(rank: int, peer: int, answer: Any, interfaces: int) -> _Answer:
     match answer:
-        case [str(secret), str(host), bool() | None as encrypted, *places] if len(
-            places
-        ) == interfaces and all(map(_is_place, places)):
+        case [str(secret), str(host), bool() | None as encrypted, *places] if (
+            _SECRET.fullmatch(secret) is not None
+            and len(places) == interfaces
+            and all(map(_is_place, places))
+        ):
             return _Answer(secret, host, encrypted, [_Place(*place) for place in places])
     raise RendezvousError(
         f"rank {rank}: rank {peer} sent malformed addresses: {str(answer)[:80]!r}"
