@@ -110,8 +110,8 @@ def refusal_in_replicas(strategy: Strategy, device: str) -> str:
         )
     if device != "cpu" and not all(isinstance(each, Sketch) for each in codecs):
         return (
-            f"compression={str(strategy.wire)!r} has no tested order of streams on {device!r} "
-            'devices; use compression="bf16" or compression="sketch", or a mesh of the CPU'
+            f"its codec has no tested order of streams on {device!r} devices; use "
+            'compression="bf16" or compression="sketch", or a mesh of the CPU'
         )
     if strategy.update_part.shards:
         return "fully_shard() divides the optimizer's state already; leave shard_optimizer out"
