@@ -86,11 +86,6 @@ class ExchangePart(Part):
     topology: str = "ring"
 
     @property
-    def of_replicas(self) -> bool:
-        """Whether a worker may be a replica of several ranks, with ``distribute(mesh=)``."""
-        return True
-
-    @property
     def everyone(self) -> bool:
         """Whether each exchange is of all workers."""
         return True
@@ -117,11 +112,13 @@ class ExchangePart(Part):
     def check(self, strategy: Strategy) -> None:
         """Raise a `UsageError` for parts of ``strategy`` that the exchange does not support."""
 
-    def check_replicas(self, strategy: Strategy) -> None:
-        """Raise a `UsageError` for what is not possible between replicas of several ranks.
+    def refusal_in_replicas(self, strategy: Strategy) -> str:  # noqa: ARG002
+        """Return why ``strategy`` is not possible between replicas of several ranks, and what is.
 
-        Each column of the mesh has an exchange of its own, see `transport.mesh`.
+        Each column of the mesh has an exchange of its own, see `transport.mesh`. Empty: it is
+        possible.
         """
+        return ""
 
     def check_model(self, model: torch.nn.Module) -> None:
         """Raise a `UsageError` for a model that the exchange does not support."""

@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import wingbeat
 from helpers.profiles import dense_profile
 from wingbeat.cli.main import main
 from wingbeat.cli.plan import _Report
@@ -76,7 +76,7 @@ def test_plan_verb_takes_a_known_network_and_the_speed_of_other_devices(plan: Wi
     plain, fast = (
         as_json(plan, "paced:resnet50", *words, *more) for more in ((), ("--speed", "2"))
     )
-    assert fast["plan"].endswith("computation 2 times as fast")
+    assert "; computation 2 times as fast as on NVIDIA GeForce RTX 2080 Ti" in fast["plan"]
     seconds = [found["scenarios"][0]["ranking"][0]["iteration_s"] for found in (plain, fast)]
     assert seconds[0] == pytest.approx(0.2177, rel=0.1)
     assert seconds[1] == pytest.approx(seconds[0] / 2, rel=0.1)
@@ -157,7 +157,7 @@ def test_strategy_that_is_predicted_slower_within_the_error_is_not_recommended_a
     }
     report = SimpleNamespace(
         rankings={"": SimpleNamespace(predictions=rows)}, _rivals=lambda _: ("ddp", "ddp"),
-        named={"allreduce": wingbeat.AllReduce()},
+        code={"allreduce": "import wingbeat"},
     )  # fmt: skip
     choice = Choice("allreduce", (), "ddp", faster=False, slower=False)
     lines = _Report._advised(report, "", "exact", choice)  # type: ignore[arg-type]
@@ -215,15 +215,86 @@ def test_plan_verb_codec_ranks_it_beside_the_usual_ones(plan: Wingbeat, profile:
     assert "dear:plan=fixed,compression=lowrank@2" in names
 
 
+INSIDE = ("--per-host", "2", "--inside")
+
+
+def test_plan_verb_inside_divides_the_optimizer(plan: Wingbeat, tmp_path: Path) -> None:
+    profile = dense_profile()
+    step = replace(profile.layers[0], name="(optimizer)", parameters=(), backward_ms=0.0)
+    found = []
+    for ms in (0.0, 1000.0):
+        layers = (replace(step, forward_ms=ms), *profile.layers)
+        longer = replace(profile, layers=layers, samples_per_second=3e3 / (90.0 + ms))
+        path = tmp_path / "step.json"
+        path.write_text(encode(longer), encoding="utf-8")
+        rows = as_json(plan, str(path), *EQUAL, *INSIDE, "--strategy", "hsdp")["scenarios"][0]
+        found.append(rows["ranking"][0]["iteration_s"])
+    assert found[1] - found[0] == pytest.approx(0.5, abs=0.02)
+
+
 def test_plan_verb_inside_compares_replicas_with_hsdp(plan: Wingbeat, profile: str) -> None:
-    found = as_json(
-        plan, profile, *EQUAL, *FEW, "--per-host", "2", "--inside", "--strategy", "adpsgd"
-    )
+    found = as_json(plan, profile, *EQUAL, *FEW, *INSIDE)
     rows = {row["strategy"]: row for row in found["scenarios"][0]["ranking"]}
     assert set(rows) == {"hsdp", "allreduce", "allreduce:compression=sketch"}
     assert rows["allreduce"]["bytes_per_host"] == pytest.approx(4 / 3 * 3e6, rel=0.01)
     assert rows["allreduce"]["speedup_over_best_hook"] is None
-    assert "replicas" in found["scenarios"][0]["not_predicted"]["adpsgd"]
+    assert "AllReduce(), mesh=mesh)" in rows["allreduce"]["code"]
+    assert 'init_device_mesh("cpu", (world.size // 2, 2)' in rows["allreduce"]["code"]
+
+
+def test_plan_verb_inside_leaves_out_what_a_mesh_refuses_before_its_limit(
+    plan: Wingbeat, profile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--strategy", "adpsgd", "--strategy", "dear:shard_optimizer=true", *FEW)
+    monkeypatch.setattr("wingbeat.cli.plan._LIMIT_S", 0.0)
+    code, out, err = plan(profile, *EQUAL, *words, *INSIDE)
+    assert code == 0, err
+    [line] = [line for line in out.splitlines() if line.startswith("left out")]
+    assert line == (
+        "left out, because distribute(mesh=...) refuses them: adpsgd: it averages models of single "
+        "processes; dear:shard_optimizer=true: fully_shard() divides the optimizer's state already"
+    )
+    late = {line.split()[2] for line in out.splitlines() if line.startswith("not predicted")}
+    assert late == {"allreduce:", "allreduce:compression=sketch:"}
+    found = as_json(plan, profile, *EQUAL, *words, *INSIDE, "--patient")["scenarios"][0]
+    assert {row["strategy"] for row in found["ranking"]} == {"hsdp", FEW[1], FEW[3]}
+    assert found["not_predicted"]["adpsgd"].endswith("use LocalSGD(), DiLoCo() or Ripples()")
+    assert "left out" not in plan(profile, *EQUAL, *words, "--per-host", "2")[1]
+
+
+def test_plan_verb_inside_on_gpus_leaves_out_more_and_prints_their_code(
+    plan: Wingbeat, tmp_path: Path
+) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(encode(dense_profile(device="NVIDIA H100, float32")), encoding="utf-8")
+    words = ("--strategy", "localsgd", "--strategy", "omgs")
+    found = as_json(plan, str(path), *EQUAL, *words, *FEW, *INSIDE)["scenarios"][0]
+    assert set(found["not_predicted"]) == {"localsgd", "omgs"}
+    [code] = [row["code"] for row in found["ranking"] if row["strategy"] == "allreduce"]
+    assert 'torch.distributed.init_process_group("cpu:gloo,cuda:nccl")' in code
+    assert 'init_device_mesh("cuda", ' in code
+
+
+def test_plan_verb_names_what_is_assumed(plan: Wingbeat, profile: str) -> None:
+    plain, fast = (
+        as_json(plan, profile, *EQUAL, *FEW, *INSIDE, *more)
+        for more in ((), ("--inside-rate", "3600gbit"))
+    )
+    assert plain["plan"] == (
+        "dense on 3 hosts of 2 workers, one NIC of 1 Gbit/s, 50 us, 40 Gbit/s inside a host, each "
+        "host a replica; computation as on AMD EPYC, 2 threads, float32; codecs and sums between "
+        "hosts as on a CPU core"
+    )
+    assert ", 3600 Gbit/s inside a host, " in fast["plan"]
+    seconds = [
+        {row["strategy"]: row["iteration_s"] for row in found["scenarios"][0]["ranking"]}["hsdp"]
+        for found in (plain, fast)
+    ]
+    assert seconds[1] < seconds[0]
+    assert not any("over each NIC" in note for note in plain["notes"])
+    quick = as_json(plan, profile, "--hosts", "2", "--rate", "25gbit", *FEW)
+    [note] = [note for note in quick["notes"] if "over each NIC" in note]
+    assert note.startswith("a process sends at most 14 Gbit/s over each NIC, which is what a CPU")
 
 
 @pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
@@ -254,6 +325,8 @@ def test_plan_verb_draws_a_picture(plan: Wingbeat, profile: str, tmp_path: Path,
         (("PROFILE", *EQUAL, "--codec", "zip"), "'zip'"),
         (("PROFILE", *EQUAL, "--picture", "plan.pdf"), "has to end in .svg or .png"),
         (("PROFILE", *EQUAL, "--inside"), "--inside: hosts have 1 workers; a replica is a host"),
+        (("PROFILE", *EQUAL, "--inside-rate", "40gbit"), "each host has one worker, so nothing is"),
+        (("PROFILE", *EQUAL, *INSIDE, "--inside-rate", "9"), "unknown unit of a rate ''"),
     ],
 )
 def test_plan_verb_wrong_input_is_one_line_and_exit_2(

@@ -78,20 +78,23 @@ def test_use_of_fsdp2_equals_hsdps(late_job: Pool, name: str, strategy: str) -> 
         assert max(each[name] for each in found) < 1e-6, found
 
 
+_NO_SUMS = "it does not sum gradients by collectives, and its order with the streams of"
+_CODEC = "its codec has no tested order of streams"
 REFUSED = {
-    "geryon": "Geryon() does not sum gradients by collectives, and its order",
-    "localsgd": "LocalSGD() does not sum gradients by collectives, and its order",
-    "allreduce:compression=topk": "compression='TopK()' has no tested order of streams",
-    "allreduce:compression=lowrank": "compression='LowRank()' has no tested order of streams",
-    "omgs": "compression='TopK(auto_disable=False)' has no tested order of streams",
+    "geryon": ("Geryon()", _NO_SUMS),
+    "localsgd": ("LocalSGD()", _NO_SUMS),
+    "allreduce:compression=topk": ("AllReduce(compression='topk')", _CODEC),
+    "allreduce:compression=lowrank": ("AllReduce(compression='lowrank')", _CODEC),
+    "omgs": ("OMGS()", _CODEC),
 }
 
 
 def test_strategies_whose_order_is_not_tested_are_refused(late_job: Pool) -> None:
     case, call = "late_mesh_cases.refused_strategy", late_mesh_cases.each_seed
-    for strategy, wanted in REFUSED.items():
+    for strategy, (shown, why) in REFUSED.items():
         for [words] in late_job.run(call, case, range(1), strategy, deadline=DEADLINE):
-            assert f"with a mesh of 'late' devices: {wanted}" in words
+            assert f"{shown} is not possible for replicas of 2 ranks: {why}" in words
+            assert "on 'late' devices; use " in words
             assert words.endswith(", or a mesh of the CPU")
             assert "\n" not in words
 

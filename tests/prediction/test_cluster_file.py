@@ -107,7 +107,30 @@ def test_described_words_give_equal_hosts() -> None:
     assert found.links.alike
     assert found.links.bytes_per_s == pytest.approx(payload(25e9))
     assert (found.links.count, found.links.latency_s) == (2, pytest.approx(30e-6))
-    assert found.describe() == "4 hosts of 8 workers, 2 NICs of 25 Gbit/s, 30 us"
+    text = "4 hosts of 8 workers, 2 NICs of 25 Gbit/s, 30 us, 40 Gbit/s inside a host"
+    assert found.describe() == text
+
+
+def test_rate_inside_hosts_is_of_payload_and_described() -> None:
+    found = described(2, 8, "25gbit").with_inside_rate("3600gbit")
+    assert found.local.bytes_per_s == 450e9
+    assert found.describe().endswith(", 3600 Gbit/s inside a host")
+    assert found.with_hosts(2).local == found.local
+
+
+@pytest.mark.parametrize(
+    ("per_host", "rate", "message"),
+    [
+        (8, "fast", "rate 'fast' in --inside-rate: write a number and a unit, such as 25gbit"),
+        (8, "20tbit", "rate '20tbit' in --inside-rate: allowed are 1mbit to 10tbit"),
+        (8, "450gb", "unknown unit of a rate 'gb' in '450gb' in --inside-rate"),
+        (1, "40gbit", "--inside-rate 40gbit: each host has one worker.* add --per-host 8"),
+    ],
+)
+def test_rate_inside_hosts_out_of_range_is_refused(per_host: int, rate: str, message: str) -> None:
+    cluster = described(2, per_host, "25gbit")
+    with pytest.raises(UsageError, match=message):
+        cluster.with_inside_rate(rate)
 
 
 @pytest.mark.parametrize(

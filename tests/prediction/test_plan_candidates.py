@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import plan_code_cases
 import pytest
 
 import wingbeat
+from helpers.pool import Pool
 from helpers.profiles import dense_profile
 from wingbeat.errors import UsageError
 from wingbeat.prediction import Cluster, predict
 from wingbeat.prediction.baselines import BASELINES, baselines_for
 from wingbeat.prediction.candidates import CANDIDATES, candidates, code_of
-from wingbeat.prediction.costs import work_of
+from wingbeat.prediction.costs import of_replica, work_of
 from wingbeat.prediction.predict import ASYNCHRONOUS, EXACT, FEEDBACK, LOCAL_STEPS, convergence_of
 from wingbeat.profiling import simulator_model
 from wingbeat.simulator import Links
@@ -71,6 +75,36 @@ def test_code_of_strategy_makes_the_strategy(text: str) -> None:
     assert given == [(None, None, strategy)]
 
 
+@pytest.fixture(scope="module")
+def job() -> Iterator[Pool]:
+    """Four processes, two replicas of two."""
+    pool = Pool(4, default_group=False)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("text", ["dear:plan=fixed", "diloco:every=2", "strategy:plan=merged"])
+def test_code_of_strategy_in_replicas_trains_with_it(job: Pool, text: str) -> None:
+    strategy = parse(text)
+    found = job.run(plan_code_cases.train_by, code_of(strategy, inside=2))
+    for shown, divided, moved in found:
+        assert shown == repr(strategy)
+        assert divided == 2
+        assert moved > 0
+    assert found[0][2] == found[2][2]  # the same shard in the other replica
+
+
+def test_code_of_strategy_on_gpus_begins_as_the_page_of_fsdp2_does() -> None:
+    page = (Path(__file__).parents[2] / "docs/how-to/fsdp2.md").read_text(encoding="utf-8")
+    lines = code_of(parse("dear"), inside=8, device="cuda").splitlines()
+    begin = lines.index("world = wingbeat.init()")
+    assert len(lines[begin - 2 : begin]) == 2
+    for line in lines[begin - 2 : begin]:
+        assert f"    {line}\n" in page
+    assert lines[0] == "import os"
+    assert 'mesh = init_device_mesh("cuda", (world.size // 8, 8), mesh_dim_' in lines[begin + 1]
+
+
 @pytest.mark.parametrize("slow", [{}, {0: 1.5}])
 def test_ddp_passes_each_host_more_than_sums_inside_hosts(slow: dict[int, float]) -> None:
     model = simulator_model(dense_profile())
@@ -98,6 +132,16 @@ def test_work_of_profiled_optimizer_counts_it_once() -> None:
     layers = (*profile.layers, replace(profile.layers[-1], name="(optimizer)", parameters=()))
     assert work_of(profile)[0].update_s_per_byte > 0
     assert work_of(replace(profile, layers=layers))[0].update_s_per_byte == 0
+
+
+def test_optimizer_of_a_replica_is_divided_among_its_processes() -> None:
+    profile = dense_profile()
+    optimizer = replace(profile.layers[-1], name="(optimizer)", parameters=(), backward_ms=0.0)
+    whole = replace(profile, layers=(*profile.layers, optimizer))
+    assert of_replica(whole, 1) == whole
+    *others, divided = of_replica(whole, 8).layers
+    assert tuple(others) == profile.layers
+    assert divided.forward_ms == optimizer.forward_ms / 8
 
 
 def test_work_of_accelerator_has_no_copies_and_says_that_codecs_are_pessimistic() -> None:

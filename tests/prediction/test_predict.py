@@ -106,6 +106,41 @@ def test_predict_replicas_divided_inside_exchange_the_whole_model_once() -> None
     assert found.memory_bytes == 2 * LAYERS * NUMEL
 
 
+def test_predict_replicas_divided_inside_exchange_at_the_inside_rate() -> None:
+    free = Work(
+        chunk_s=0.0, wire_s_per_byte=0.0, add_s_per_byte=0.0, fill_s_per_byte=0.0,
+        update_s_per_byte=0.0,
+    )  # fmt: skip
+    fast = replace(LINKS, bytes_per_s=1e15, latency_s=0.0)
+    found = predict(
+        AllReduce(),
+        model(),
+        cluster(2, 4, links=fast, local=replace(fast, bytes_per_s=1e9)),
+        inside=4,
+        work=free,
+    )
+    # Layers are gathered twice and reduced once, each time by three quarters of 4 MB.
+    assert found.exposed_s == pytest.approx(3 * 0.75 * 4 * LAYERS * NUMEL / 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "inside"),
+    [
+        (AllReduce(), 1),
+        (BASELINES["ddp"], 1),
+        (LocalSGD(), 1),
+        (AllReduce(), 8),
+        (LocalSGD(), 8),
+    ],
+)
+def test_predict_slower_links_inside_hosts_take_longer(strategy: Strategy, inside: int) -> None:
+    usual, slow = (
+        predict(strategy, model(), each, inside=inside)
+        for each in (cluster(2, 8), cluster(2, 8, local=Links(bytes_per_s=5e6)))
+    )
+    assert slow.iteration_s > usual.iteration_s + 0.1
+
+
 def test_predict_inside_with_other_hosts_is_refused() -> None:
     with pytest.raises(UsageError, match=r"inside=3.*hosts have \[2\] processes"):
         predict(AllReduce(), model(), cluster(2, 2), inside=3)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import wingbeat
 from wingbeat.errors import UsageError
 from wingbeat.profiling import decode, encode, measure, simulator_model
 from wingbeat.profiling.measure import Measured
@@ -162,6 +163,29 @@ def test_distributed_script_is_profiled_in_one_process(text: str) -> None:
     assert names(made) == ["0", "1", "2"]
     assert made.profile.params == 8 * 16 + 16 + 16 * 2 + 2
     assert made.profile.batch_size == 4
+
+
+SHARDED = """
+import wingbeat
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+wingbeat.init()
+mesh = init_device_mesh("cpu", (1,))
+fully_shard(model[0], mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+
+
+@pytest.mark.usefixtures("folder")
+def test_script_with_a_sharded_model_is_refused() -> None:
+    try:
+        with pytest.raises(UsageError) as caught:
+            script(HEAD + SHARDED + LOOP)
+    finally:
+        wingbeat.shutdown()
+    assert str(caught.value).startswith("parameter 0.weight is a DTensor (fully_shard(), ")
+    assert str(caught.value).endswith("; profile the model before it is sharded")
+    assert json.loads(Path("said.json").read_text(encoding="utf-8"))["steps"] == WARMUP
 
 
 MODULE = """

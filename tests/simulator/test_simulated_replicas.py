@@ -72,6 +72,20 @@ def test_layers_are_gathered_twice_and_reduced_once_inside(inside: int) -> None:
     assert alone.median_s == pytest.approx(made.median_s, rel=0.01)
 
 
+def test_chunks_inside_a_host_have_a_processor_time_of_their_own() -> None:
+    seconds = {
+        work: run("allreduce", 2, replicas=1, links=FAST, work=work).median_s
+        for work in (FREE, replace(FREE, chunk_s=1e-3), replace(FREE, local_chunk_s=1e-3))
+    }
+    free, usual, own = seconds.values()
+    assert free == pytest.approx(0.0, abs=1e-6)
+    assert usual == own > 0.05
+    neither = run(
+        "allreduce", 2, replicas=1, links=FAST, work=replace(FREE, chunk_s=1e-3, local_chunk_s=0.0)
+    )
+    assert neither.median_s == free
+
+
 def test_exchanges_inside_take_processor_time_which_one_machine_shares() -> None:
     work = replace(FREE, inside_s=1e-3, inside_s_per_byte=1e-9)
     options: dict = {"links": FAST, "work": work, "cores": 1}

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from wingbeat.parts.strategy import Strategy
     from wingbeat.prediction import Cluster, Prediction, Ranking
     from wingbeat.prediction.recommendation import Choice, Recommendation
+    from wingbeat.profiling import Profile
+    from wingbeat.simulator import Work
 
 HELP = """Rank strategies by the iteration that is predicted for your model on your cluster.
 
 \b
-PROFILE is the file of `wingbeat profile`, or a known network such as paced:resnet50;
+PROFILE is the file of `wingbeat profile`, or a known network: paced:resnet50, paced:bert_base
+for a small language model, and others that docs/how-to/plan.md lists;
 CLUSTER is the file of `wingbeat probe`. Equal hosts on one switch need no file.
 
 \b
@@ -40,6 +43,7 @@ Examples:
   wingbeat plan train.json cluster.toml --codec lowrank@2 --picture plan.svg
   wingbeat plan train.json cluster.toml --strategy dear:plan=fixed,mb=10 --strategy ripples
   wingbeat plan train.json cluster.toml --inside    hosts are replicas divided by FSDP2
+  wingbeat plan train.json cluster.toml --inside --inside-rate 3600gbit    over NVLink
 
 \b
 DDP and its hooks are predicted as a ring over all ranks in order, as gloo's and NCCL's over
@@ -103,6 +107,13 @@ def plan(
     inside: Annotated[
         bool, typer.Option("--inside", help="Each host is one replica, divided by FSDP2.")
     ] = False,
+    inside_rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Rate of each worker inside its host, as 3600gbit for NVLink of an H100.",
+            show_default="40gbit, as through memory",
+        ),
+    ] = None,
     patient: Annotated[
         bool,
         typer.Option(
@@ -118,16 +129,17 @@ def plan(
 ) -> None:
     """Rank strategies on a cluster."""
     from wingbeat.prediction.baselines import baselines_for
-    from wingbeat.prediction.candidates import candidates
-    from wingbeat.prediction.costs import accelerated, work_of
+    from wingbeat.prediction.candidates import candidates, code_of
+    from wingbeat.prediction.costs import accelerated, of_replica
     from wingbeat.prediction.picture import check_picture, draw
     from wingbeat.prediction.predict import rank
     from wingbeat.prediction.what_if import changed
     from wingbeat.profiling import simulator_model
-    from wingbeat.simulator.network import LOCAL
 
     words = {"--hosts": hosts, "--rate": rate, "--nics": nics, "--latency": latency}
     base = _cluster(cluster, per_host, {key: v for key, v in words.items() if v is not None})
+    if inside_rate is not None:
+        base = base.with_inside_rate(inside_rate)
     if picture is not None:
         check_picture(picture)
     found = _profile(profile)
@@ -141,18 +153,15 @@ def plan(
     named = {**baselines}
     if own or codec or not strategy:
         named |= candidates(own, codec or ())
-    work, assumed = work_of(found)
-    notes = [*assumed]
-    if accelerated(found) and any(len(host) > 1 for host in base.layout.hosts):
-        notes.append(
-            f"inside a host, processes are taken to exchange through its memory, at "
-            f"{8 * LOCAL.bytes_per_s / 1e9:.0f} Gbit/s each, as on CPUs; over NVLink that part is "
-            "shorter, and a faster exchange between hosts gains more than shown"
-        )
-    model = simulator_model(found, 1 / speed)
-    title = f"{found.name} on {base.describe()}"
-    if speed != 1:
-        title += f", computation {speed:g} times as fast"
+    device = "cuda" if accelerated(found) else "cpu"
+    named, left_out = _possible(named, device) if inside else (named, {})
+    work, notes = _assumed(found, base, stated=inside_rate is not None)
+    model = simulator_model(of_replica(found, replicas), 1 / speed)
+    times = f"{speed:g} times as fast as" if speed != 1 else "as"
+    title = [
+        f"{found.name} on {base.describe()}{', each host a replica' if inside else ''}",
+        f"computation {times} on {found.device}; codecs and sums between hosts as on a CPU core",
+    ]
     limit_s = math.inf if patient else _LIMIT_S
     with _Progress(len(named) * len(scenarios), limit_s, frozenset(baselines)) as progress:
         rankings = {
@@ -167,13 +176,18 @@ def plan(
             )
             for text, each in scenarios.items()
         }
-    report = _Report(title, named, frozenset(baselines), rankings)
+    code = {
+        name: code_of(each, replicas, device)
+        for name, each in named.items()
+        if name not in baselines
+    }
+    report = _Report(title, code, frozenset(baselines), rankings, left_out)
     if as_json:
         print(json.dumps(report.to_json(scenarios, notes), indent=2))
     else:
         report.print(notes, spread=base.spread)
     if picture is not None:
-        draw(rankings[""], report.baselines, report.title, picture)
+        draw(rankings[""], report.baselines, "\n".join(title), picture)
         print(f"picture: {picture}", file=sys.stderr if as_json else sys.stdout)
 
 
@@ -238,6 +252,43 @@ def _replicas(cluster: Cluster) -> int:
     return counts[0]
 
 
+def _possible(
+    named: Mapping[str, Strategy], device: str
+) -> tuple[dict[str, Strategy], dict[str, str]]:
+    """Return the strategies that a mesh of the device allows, and why it refuses the others."""
+    from wingbeat.engine.model_checks import refusal_in_replicas
+
+    why = {name: refusal_in_replicas(each, device) for name, each in named.items()}
+    allowed = {name: each for name, each in named.items() if not why[name]}
+    return allowed, {name: reason for name, reason in why.items() if reason}
+
+
+def _assumed(profile: Profile, cluster: Cluster, *, stated: bool) -> tuple[Work, list[str]]:
+    """Return the costs of communication, and what is assumed in sentences.
+
+    ``stated``: whether the user has stated the rate inside hosts.
+    """
+    from wingbeat.prediction.costs import accelerated, thread_bit_per_s, work_of
+
+    work, assumed = work_of(profile)
+    notes = [*assumed]
+    if stated:
+        work = replace(work, local_chunk_s=0.0)  # the rate is all that is known there
+    elif accelerated(profile) and any(len(host) > 1 for host in cluster.layout.hosts):
+        notes.append(
+            "inside a host, processes are taken to exchange through its memory, as on CPUs; over "
+            "NVLink that part is shorter, and a faster exchange between hosts gains more than "
+            "shown: state its rate, as --inside-rate 3600gbit for an H100"
+        )
+    thread = thread_bit_per_s(work)
+    if 8 * cluster.links.bytes_per_s > thread:
+        notes.append(
+            f"a process sends at most {thread / 1e9:.0f} Gbit/s over each NIC, which is what a CPU "
+            "core does with TCP and sums; over RDMA exchanges are faster than shown"
+        )
+    return work, notes
+
+
 class _Progress:
     """Shows on standard error what is simulated: in place, or a line every two seconds.
 
@@ -274,12 +325,16 @@ class _Progress:
 
 
 class _Report(NamedTuple):
-    """Rankings by their change of the cluster, the first without one."""
+    """Rankings by their change of the cluster, the first without one.
 
-    title: str
-    named: Mapping[str, Strategy]
+    ``code`` is how to use each strategy, the simplest first; ``left_out`` why others are refused.
+    """
+
+    title: Sequence[str]
+    code: Mapping[str, str]
     baselines: frozenset[str]
     rankings: Mapping[str, Ranking]
+    left_out: Mapping[str, str]
 
     def print(self, notes: Sequence[str], *, spread: float) -> None:
         """Print tables, refusals, advice and assumptions."""
@@ -290,6 +345,12 @@ class _Report(NamedTuple):
         console.print(self.table())
         if len(self.rankings) > 1:
             console.print(self.beside())
+        why: dict[str, list[str]] = {}
+        for name, reason in self.left_out.items():
+            why.setdefault(reason.partition(";")[0], []).append(name)
+        if why:
+            shown = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in why.items())
+            print(f"left out, because distribute(mesh=...) refuses them: {shown}")
         for text, ranking in self.rankings.items():
             for name, reason in ranking.refused.items():
                 if text and name in base.refused:
@@ -312,7 +373,7 @@ class _Report(NamedTuple):
         columns = ["strategy", "ms", "interval", f"speed-up\nover {self._plain}"]
         columns += ["over its\nbest hook"] if hook else []
         columns += ["MB sent\nper host", "MB of\nbuffers", "convergence"]
-        table = _table(self.title, columns)
+        table = _table("\n".join(self.title), columns)
         best = self._best("")
         for name, each in self.rankings[""].predictions.items():
             cells = [
@@ -362,8 +423,6 @@ class _Report(NamedTuple):
         return lines
 
     def _advised(self, text: str, which: str, choice: Choice, what: str = "") -> list[str]:
-        from wingbeat.prediction.candidates import code_of
-
         found, name, rival = self.rankings[text].predictions, choice.name, choice.rival
         each, plain = found[name], self._rivals(text)[0]
         longer = each.iteration_s / found[rival].iteration_s if rival else 1.0
@@ -381,13 +440,13 @@ class _Report(NamedTuple):
             lines[0] += ", within the error of the prediction"
         if choice.ties:
             lines.append(f"  ties, within the error of the fastest: {', '.join(choice.ties)}")
-        return lines + [f"  {line}" for line in code_of(self.named[name]).splitlines()]
+        return lines + [f"  {line}" for line in self.code[name].splitlines()]
 
     def chosen(self, text: str) -> Recommendation:
         """Return what is recommended."""
         from wingbeat.prediction.recommendation import recommend
 
-        return recommend(self.rankings[text].predictions, list(self.named), self.baselines)
+        return recommend(self.rankings[text].predictions, list(self.code), self.baselines)
 
     def _best(self, text: str) -> set[str]:
         chosen = self.chosen(text)
@@ -395,15 +454,13 @@ class _Report(NamedTuple):
 
     def to_json(self, scenarios: Mapping[str, Cluster], notes: Sequence[str]) -> dict[str, Any]:
         """Return everything as JSON objects."""
-        from wingbeat.prediction.candidates import code_of
-
         out = []
         for text, ranking in self.rankings.items():
             plain, hook = map(ranking.predictions.get, self._rivals(text))
             rows = [
                 {
                     "strategy": name,
-                    "code": None if name in self.baselines else code_of(self.named[name]),
+                    "code": self.code.get(name),
                     **asdict(each),
                     "speedup": None if plain is None else plain.iteration_s / each.iteration_s,
                     "speedup_over_best_hook": (
@@ -412,16 +469,17 @@ class _Report(NamedTuple):
                 }
                 for name, each in ranking.predictions.items()
             ]
+            refused: dict[str, str] = {**ranking.refused, **self.left_out}
             out.append(
                 {
                     "what_if": text,
                     "cluster": scenarios[text].describe(),
                     "ranking": rows,
-                    "not_predicted": dict(ranking.refused),
+                    "not_predicted": refused,
                     "recommended": self._recommended(text),
                 }
             )
-        return {"plan": self.title, "scenarios": out, "notes": list(notes)}
+        return {"plan": "; ".join(self.title), "scenarios": out, "notes": list(notes)}
 
     def _recommended(self, text: str) -> dict[str, Any]:
         chosen = self.chosen(text)

@@ -141,7 +141,7 @@ def distribute(
         world = column_of(whole, mesh, across)
         check_strategy_in_replicas(strategy, world)
         check_placed(model, world)
-        check_accelerated_replica(model, strategy, world)
+        check_accelerated_replica(model, world)
     if world.size > 1:
         # Several models of one process launch their buckets in different orders.
         world = strategy.exchange.open_world(world)

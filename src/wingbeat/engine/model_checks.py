@@ -92,62 +92,65 @@ def refuse_wrapped(model: torch.nn.Module, *, meshed: bool = False) -> None:
         raise UsageError(f"distribute(): {kind} {name!r} is {how} by {what}: {instead}")
 
 
+def refusal_in_replicas(strategy: Strategy, device: str) -> str:
+    """Return why a strategy cannot exchange between replicas of several ranks, and what can.
+
+    Empty: it can. ``device`` is the kind of the mesh's devices; on others than the CPU, strategies
+    are refused that have no tested order with the streams of ``fully_shard``.
+    """
+    codec = strategy.codec
+    codecs = [] if codec is None else [codec, *(each for _, each in codec.of_groups() if each)]
+    if strategy.plan.choosing() is not None:
+        return "each column of the mesh would choose a schedule of its own; use DeAR()"
+    if device != "cpu" and not strategy.exchange.collective:
+        return (
+            "it does not sum gradients by collectives, and its order with the streams of "
+            f"fully_shard() is not tested on {device!r} devices; use AllReduce() or DeAR(), or a "
+            "mesh of the CPU"
+        )
+    if device != "cpu" and not all(isinstance(each, Sketch) for each in codecs):
+        return (
+            f"its codec has no tested order of streams on {device!r} devices; use "
+            'compression="bf16" or compression="sketch", or a mesh of the CPU'
+        )
+    if strategy.update_part.shards:
+        return "fully_shard() divides the optimizer's state already; leave shard_optimizer out"
+    if getattr(strategy.plan, "file", ""):
+        return (
+            "it keeps its plan in a file, and each column of the mesh has a plan of its own; leave "
+            "the file out"
+        )
+    return strategy.exchange.refusal_in_replicas(strategy)
+
+
 def check_strategy_in_replicas(strategy: Strategy, world: World) -> None:
     """Raise a `UsageError` for a strategy that cannot exchange between replicas of several ranks.
 
     ``world`` is the column of this rank.
     """
     replica = world.replica
-    if replica is None:
-        return
-    exchange = strategy.exchange
-    if getattr(strategy.plan, "file", ""):
-        raise UsageError(
-            f"distribute(mesh=...): {strategy!r} keeps its plan in a file, and each column of the "
-            "mesh has a plan of its own: leave the file out"
-        )
-    what = ""
-    if not exchange.of_replicas:
-        what = "it averages models of single processes; use LocalSGD(), DiLoCo() or Ripples()"
-    elif strategy.update_part.shards:
-        what = "fully_shard() divides the optimizer's state already; leave shard_optimizer out"
-    elif strategy.plan.choosing() is not None:
-        what = "each column of the mesh would choose a schedule of its own; use DeAR()"
-    if what:
+    why = "" if replica is None else refusal_in_replicas(strategy, replica.device)
+    if replica is not None and why:
         raise UsageError(
             f"distribute(mesh=...): {strategy!r} is not possible for replicas of {replica.size} "
-            f"ranks: {what}"
+            f"ranks: {why}"
         )
-    exchange.check_replicas(strategy)
 
 
-def check_accelerated_replica(model: torch.nn.Module, strategy: Strategy, world: World) -> None:
-    """Raise a `UsageError` for what has no tested order of streams in replicas on accelerators.
+def check_accelerated_replica(model: torch.nn.Module, world: World) -> None:
+    """Raise a `UsageError` for a tensor parallel model on accelerators.
 
     ``world`` is the column of this rank.
     """
     replica = world.replica
     if replica is None or replica.device == "cpu":
         return
-    what = f"distribute(mesh=...) with a mesh of {replica.device!r} devices: "
-    if not strategy.exchange.collective:
-        raise UsageError(
-            f"{what}{strategy!r} does not sum gradients by collectives, and its order with the "
-            "streams of fully_shard() is not tested: use AllReduce() or DeAR(), or a mesh of the "
-            "CPU"
-        )
-    codec = strategy.codec
-    codecs = [] if codec is None else [codec, *(each for _, each in codec.of_groups() if each)]
-    if not all(isinstance(each, Sketch) for each in codecs):
-        raise UsageError(
-            f"{what}compression={str(strategy.wire)!r} has no tested order of streams there: use "
-            'compression="bf16" or compression="sketch", or a mesh of the CPU'
-        )
     parallel = parallel_parameter(model)
     if parallel:
         raise UsageError(
-            f"{what}parameter {parallel!r} is tensor parallel, and its order of streams is not "
-            "tested: divide the model by fully_shard() alone, or use a mesh of the CPU"
+            f"distribute(mesh=...) with a mesh of {replica.device!r} devices: parameter "
+            f"{parallel!r} is tensor parallel, and its order of streams is not tested: divide the "
+            "model by fully_shard() alone, or use a mesh of the CPU"
         )
 
 

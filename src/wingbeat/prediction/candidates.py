@@ -59,12 +59,41 @@ def candidates(texts: Sequence[str] = (), codecs: Sequence[str] = ()) -> dict[st
     return {text: parse(text) for text in all_texts}
 
 
-def code_of(strategy: Strategy) -> str:
-    """Return the lines of a program that train with a strategy."""
+def code_of(strategy: Strategy, inside: int = 1, device: str = "cpu") -> str:
+    """Return the lines of a program that train with a strategy.
+
+    Args:
+        strategy: the strategy.
+        inside: processes of each replica, which FSDP2 divides; 1: each worker has a whole model.
+        device: what a divided model is on, ``"cpu"`` or ``"cuda"``.
+    """
     call, found = repr(strategy), dict[str, set[str]]()
     for name in _CLASS.findall(call):
         module = next(each for each in (wingbeat, parts, strategies) if hasattr(each, name))
         found.setdefault(module.__name__, set()).add(name)
     imports = [f"from {module} import {', '.join(sorted(found[module]))}" for module in found]
-    train = f"model, optimizer = wingbeat.distribute(model, optimizer, {call})"
-    return "\n".join(["import wingbeat", *imports, train])
+    train = f"model, optimizer = wingbeat.distribute(model, optimizer, {call}"
+    if inside == 1:
+        return "\n".join(["import wingbeat", *imports, f"{train})"])
+    on_gpu = device == "cuda"
+    lines = ["import os"] * on_gpu + ["import torch", "import wingbeat"]
+    lines += [
+        "from torch.distributed.device_mesh import init_device_mesh",
+        "from torch.distributed.fsdp import fully_shard",
+        *imports,
+    ]
+    if on_gpu:
+        lines += [
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
+            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl")',
+        ]
+    shape = f"(world.size // {inside}, {inside})"
+    lines += [
+        "world = wingbeat.init()",
+        f'mesh = init_device_mesh("{device}", {shape}, mesh_dim_names=("replicate", "shard"))',
+        '# each block of the model first: fully_shard(block, mesh=mesh["shard"])',
+        'fully_shard(model, mesh=mesh["shard"])',
+        "optimizer = torch.optim.AdamW(model.parameters())  # or another, made here",
+        f"{train}, mesh=mesh)",
+    ]
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ from typing import Any
 from wingbeat.errors import UsageError, unknown
 from wingbeat.profiling.cluster import HEADERS, LIKE
 from wingbeat.simulator.cluster import Links
+from wingbeat.simulator.network import LOCAL
 from wingbeat.types import Layout
 
 LATENCY_S = 50e-6
@@ -39,6 +40,7 @@ class Cluster:
     Attributes:
         links: network interfaces of the hosts, with payload rates.
         layout: hosts of the workers.
+        local: links between the workers of a host, for each worker and direction.
         slow: by host, factor of the compute times of its workers, if they differ.
         names: names of the hosts, if they are known.
         spread: largest relative difference of a measured rate from that of ``links``, among those
@@ -47,6 +49,7 @@ class Cluster:
 
     links: Links
     layout: Layout
+    local: Links = LOCAL
     slow: Mapping[int, float] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     spread: float = 0.0
@@ -80,6 +83,8 @@ class Cluster:
             f"{self.hosts} hosts of {each} worker{'s' * (counts != [1])}, {nics} of "
             f"{8 * HEADERS * links.bytes_per_s / 1e9:.3g} Gbit/s, {1e6 * links.latency_s:.0f} us"
         )
+        if counts != [1]:
+            text += f", {8 * self.local.bytes_per_s / 1e9:.4g} Gbit/s inside a host"
         for key, rate in links.rates.items():
             host, nic = key if isinstance(key, tuple) else (key, None)
             where = f"h{host}" if nic is None else f"h{host}.eth{nic}"
@@ -90,6 +95,22 @@ class Cluster:
             trunk = 8 * HEADERS * links.trunk_bytes_per_s / 1e9
             text += f", {links.leaf} hosts on each leaf switch, trunks of {trunk:.3g} Gbit/s"
         return text
+
+    def with_inside_rate(self, rate: str) -> Cluster:
+        """Return the cluster with another rate between the workers of a host, such as ``3600gbit``.
+
+        The rate is of payload, for each worker and direction.
+
+        Raises:
+            UsageError: no host has several workers, or the rate is out of range.
+        """
+        bit_per_s = parse_rate(rate, "--inside-rate")
+        if all(len(host) == 1 for host in self.layout.hosts):
+            raise UsageError(
+                f"--inside-rate {rate}: each host has one worker, so nothing is exchanged inside: "
+                "add --per-host 8, or leave it out"
+            )
+        return replace(self, local=replace(self.local, bytes_per_s=bit_per_s / 8))
 
     def with_hosts(self, more: int) -> Cluster:
         """Return the cluster with so many more hosts, each with the usual number of workers."""

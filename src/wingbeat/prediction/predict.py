@@ -22,9 +22,8 @@ from wingbeat.methods.model_averaging.simulated_pairs import simulate_pairs
 from wingbeat.parts.strategy import Strategy
 from wingbeat.prediction.baselines import FlatRing
 from wingbeat.prediction.cluster import Cluster
-from wingbeat.simulator.cluster import Links, Traffic, Work, coding_of
+from wingbeat.simulator.cluster import Traffic, Work, coding_of
 from wingbeat.simulator.model import ITEMSIZE, Model
-from wingbeat.simulator.network import LOCAL
 from wingbeat.simulator.run import simulate
 from wingbeat.topologies import Mesh, Ring
 from wingbeat.types import Layout
@@ -307,14 +306,14 @@ class _Job:
     def lockstep(self) -> _Result:
         """Predict an iteration of workers that all make the same ones."""
         divided = self.inside > 1
-        cluster, work, local = (self.cluster, self.work, LOCAL) if divided else self._represented()
+        cluster, work = (self.cluster, self.work) if divided else self._represented()
         run = simulate(
             self.model,
             self.strategy,
             cluster.hosts if divided else cluster.workers,
             cluster.links,
             work=work,
-            local=local,
+            local=cluster.local,
             slow=cluster.slow_workers,
             iterations=_ITERATIONS[cluster.links.alike and not cluster.slow],
             layout=None if divided else cluster.layout,
@@ -324,7 +323,7 @@ class _Job:
         seconds = run.iterations_s[-1]
         return seconds, seconds - longest, run.bytes_per_host
 
-    def _represented(self) -> tuple[Cluster, Work, Links]:
+    def _represented(self) -> tuple[Cluster, Work]:
         """Return a smaller cluster whose iteration takes as long, with its costs, if there is one.
 
         Few workers of each host represent all. Where hosts sum inside first, a worker then has a
@@ -333,7 +332,7 @@ class _Job:
         longer. Where hosts are alike, each worker of DDP's ring gets a host, since each host sends
         and receives one stream in either case.
         """
-        cluster, work, local = self.cluster, self.work, LOCAL
+        cluster, work, local = self.cluster, self.work, self.cluster.local
         each, hosts = len(cluster.layout.hosts[0]), cluster.hosts
         flat = isinstance(self.strategy.exchange, FlatRing)
         if flat and each > 1 and not simulated_alone(self.strategy, cluster):
@@ -344,11 +343,12 @@ class _Job:
                 latency_s=(far_s + (each - 1) * near_s) / each,
             )
             layout = Layout.even(cluster.workers, 1)
-            return replace(cluster, links=links, layout=layout), work, local
+            return replace(cluster, links=links, layout=layout), work
         few = _few(self.strategy, cluster)
         if not few:
-            return cluster, work, local
-        cluster = replace(cluster, layout=Layout.even(hosts, few))
+            return cluster, work
+        local = replace(local, bytes_per_s=local.bytes_per_s * (1 - 1 / few) / (1 - 1 / each))
+        cluster = replace(cluster, layout=Layout.even(hosts, few), local=local)
         work = replace(
             work,
             chunk_s=work.chunk_s * (each * hosts - 1) / (few * hosts - 1),
@@ -356,8 +356,7 @@ class _Job:
             add_s_per_byte=work.add_s_per_byte * few / each,
             codecs=work.codecs * few / each,
         )
-        local = replace(local, bytes_per_s=local.bytes_per_s * (1 - 1 / few) / (1 - 1 / each))
-        return cluster, work, local
+        return cluster, work
 
     def groups(self, exchange: Groups) -> _Result:
         """Predict the mean iteration of workers that average their models in groups."""
@@ -377,6 +376,7 @@ class _Job:
             cluster.layout,
             cluster.links,
             work=self.work,
+            local=cluster.local,
             slow=cluster.slow_workers,
             overlap=schedule.delay > 0,
             every=schedule.every,

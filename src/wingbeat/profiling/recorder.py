@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as steps
 
+from wingbeat.engine.gradients.placed import is_placed
 from wingbeat.errors import UsageError
 from wingbeat.profiling import layers
 from wingbeat.profiling.layers import Call, Description, Mark, Named, Timed
@@ -380,6 +381,14 @@ class Recorder:
     def _describe(self, found: Mapping[str, Tensor]) -> None:
         parameters = {}
         for full, p in found.items():
+            if is_placed(p):
+                raise Stop(
+                    UsageError(
+                        f"parameter {full} is a DTensor (fully_shard(), parallelize_module()): on "
+                        "one process its layer has times of gathers and copies, to which wingbeat "
+                        "plan --inside adds those of a job; profile the model before it is sharded"
+                    )
+                )
             if p.device != self._device:
                 raise Stop(
                     UsageError(

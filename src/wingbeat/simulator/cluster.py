@@ -114,6 +114,7 @@ class Work:
 
     Attributes:
         chunk_s: thread of a link, for each chunk sent or received.
+        local_chunk_s: the same, where the other worker is on the same host; by default ``chunk_s``.
         wire_s_per_byte: the same, for each byte sent to another host or received from one. What
             stays on a host takes the time of `wingbeat.simulator.network.LOCAL`, sums included.
         add_s_per_byte: the same thread, and a server, for each byte added to a sum.
@@ -143,6 +144,7 @@ class Work:
     """
 
     chunk_s: float = 5e-6
+    local_chunk_s: float | None = None
     wire_s_per_byte: float = 0.23e-9
     add_s_per_byte: float = 0.15e-9
     fill_s_per_byte: float = 0.1e-9

@@ -306,8 +306,10 @@ class Lane:
         return self._work.slowed(packing.seconds(span).decode)
 
     def _chunk_s(self, nbytes: int, peer: _Peer) -> float:
-        far = 0.0 if peer.near else nbytes
-        return self._work.chunk_s + far * self._work.wire_s_per_byte
+        work = self._work
+        if not peer.near:
+            return work.chunk_s + nbytes * work.wire_s_per_byte
+        return work.chunk_s if work.local_chunk_s is None else work.local_chunk_s
 
     def _packing(self, task: Collective, transfer: Transfer) -> Packing | None:
         return None if transfer.near else task.packing

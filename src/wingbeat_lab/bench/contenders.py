@@ -189,6 +189,12 @@ def parse(text: str) -> Contender:
     if name in baselines.names():
         strategy = baselines.parse(text)
         return Contender(text, name, strategy.traits, {}, strategy)
+    if name == "hsdp":
+        raise UsageError(
+            "strategy 'hsdp': in a bench each worker trains a whole model, and HSDP divides it; "
+            "compare strategies with HSDP by python benchmarks/hsdp.py --lab star:2@1gbit "
+            "--per-host 4, in a checkout of wingbeat"
+        )
     if name not in BASELINES:
         raise unknown("strategy", name, names())
     known = BASELINES[name]

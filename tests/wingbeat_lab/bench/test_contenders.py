@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from wingbeat.errors import UsageError
 from wingbeat_lab.bench import contenders
 
 SHAPES = [(100, 100), (100,)]
@@ -42,3 +43,8 @@ def test_a_share_of_the_training_is_written_with_the_row() -> None:
     )
     assert not row.decides
     assert row.wire.ends_after == 10
+
+
+def test_hsdp_is_refused_with_the_benchmark_that_measures_it() -> None:
+    with pytest.raises(UsageError, match=r"python benchmarks/hsdp\.py --lab star:2@1gbit"):
+        contenders.parse("hsdp")

@@ -155,18 +155,19 @@ class Bounded(Settings, ExchangePart):
                 "s=0 gradients stay in their buckets; leave measured out, or use s=1 or more"
             )
 
-    def check_replicas(self, strategy: Strategy) -> None:
-        """Raise a `UsageError` for colayers that are bundled again.
+    def refusal_in_replicas(self, strategy: Strategy) -> str:
+        """Return why colayers that are bundled again are not possible.
 
         Workers settle for it after the step in which each learns of it. Ranks of a replica may
         learn of it in different steps in their columns, and would wait for each other for ever.
         """
-        if strategy.plan.fusion().measured:
-            raise UsageError(
-                f"distribute(mesh=...): {strategy!r} bundles colayers again after the first "
-                "iterations, for which all workers must stop after the same step, and columns of "
-                "the mesh do not know each other's: leave measured out"
-            )
+        if not strategy.plan.fusion().measured:
+            return ""
+        return (
+            "it bundles colayers again after the first iterations, for which all workers must stop "
+            "after the same step, and columns of the mesh do not know each other's; leave measured "
+            "out"
+        )
 
     def build(self, context: BuildContext) -> Runtime:
         """Make a runtime that sends pieces, and applies rounds of sums."""

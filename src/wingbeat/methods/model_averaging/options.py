@@ -238,10 +238,9 @@ class Pairs(PartnersPart):
         self.check_flag("encrypted")
         self.check_count("seed", 0, 2**31 - 1)
 
-    @property
-    def of_replicas(self) -> bool:
-        """Always false: pairs of ranks are not tested in columns."""
-        return False
+    def refusal_in_replicas(self, strategy: Strategy) -> str:  # noqa: ARG002
+        """Return that pairs of ranks are not possible, which were not tested in columns."""
+        return "it averages models of single processes; use LocalSGD(), DiLoCo() or Ripples()"
 
     def build_averager(
         self, world: World, model: FlatModel, compression: ModelCompression

@@ -240,13 +240,14 @@ class Servers(Settings, ExchangePart):
                 "exchange"
             )
 
-    def check_replicas(self, strategy: Strategy) -> None:
-        """Raise a `UsageError` for tuned thresholds in a file: each column tunes its own."""
-        if self.file:
-            raise UsageError(
-                f"distribute(mesh=...): {strategy!r} keeps its thresholds in a file, and each "
-                "column of the mesh tunes its own: leave the file out"
-            )
+    def refusal_in_replicas(self, strategy: Strategy) -> str:  # noqa: ARG002
+        """Return why tuned thresholds in a file are not possible: each column tunes its own."""
+        if not self.file:
+            return ""
+        return (
+            "it keeps its thresholds in a file, and each column of the mesh tunes its own; leave "
+            "the file out"
+        )
 
     def build(self, context: BuildContext) -> Runtime:
         """Make a runtime with servers that sum, and apply the optimizer if its update is theirs."""
