@@ -66,10 +66,10 @@ def test_what_is_certain_is_updated_before_the_others_are_heard() -> None:
         Await(),
         Wait(1, whole=False, read_only=True),
         UpdateOwn(1, frozenset({0, 1})),
+        Forget(frozenset({0, 1})),
         Place(0),
         Start(AP, 0),
         Defer(0, frozenset({0, 1})),
-        Forget(frozenset({0, 1})),
     ]
 
 

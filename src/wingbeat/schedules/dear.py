@@ -257,6 +257,7 @@ class ShardedDear(Dear):
                 yield Share(answer)
             rest = [b for b in buckets if b not in certain]
             yield from self._update_own(rest, answer.used)
+            yield Forget(answer.used)
             for bucket in self._forward:
                 fresh = self._members[bucket] & answer.used
                 if fresh:
@@ -264,7 +265,6 @@ class ShardedDear(Dear):
                     yield Start(Operation.ALL_GATHER_PARAMETERS, bucket)
                     yield Defer(bucket, fresh)
                     self._due.add(bucket)
-            yield Forget(answer.used)
         self.phase = Phase.IDLE
 
     def _update_own(self, buckets: Sequence[int], used: frozenset[int]) -> Iterator[Command]:

@@ -189,6 +189,57 @@ def test_gradients_read_on_one_rank_are_whole(reader: int) -> None:
     compare(3, adamw, body, tolerance=1e-6)
 
 
+def test_gradients_that_were_read_and_are_kept_over_a_step_stay_what_they_were() -> None:
+    def body(world: Any) -> None:
+        model, optimizer = distributed(world, mb=25.0)
+        backward(model, world.rank, 0)
+        want = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        kept = [p.grad for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        model.synchronize()
+        assert_same(kept, want)
+
+    on(2, body)
+
+
+class _Gated(torch.optim.SGD):
+    """Waits in its step where the object has an event."""
+
+    gate: threading.Event | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.gate is not None:
+            assert self.gate.wait(10)
+        return super().step(closure)
+
+
+def test_gradients_of_another_optimizer_halved_after_the_step_stay_halved() -> None:
+    """Although parameters that the others gather now have been sent over them."""
+    halved = threading.Event()
+
+    def body(world: Any) -> Any:
+        model = net()
+        others = list(model.head.parameters())
+        own = [p for name, p in model.named_parameters() if not name.startswith("head")]
+        optimizer = _Gated(own, lr=0.1)
+        strategy = wingbeat.DeAR(plan="fixed", shard_optimizer=True)
+        model, optimizer = wingbeat.distribute(model, optimizer, strategy, world=world)
+        backward(model, world.rank, 0)
+        want = [p.grad.clone() / 2 for p in others]
+        if world.rank == 0:
+            optimizer.gate = halved  # rank 1 receives its block afterwards
+        optimizer.step()
+        grads = [p.grad for p in others]
+        for grad in grads:
+            grad.mul_(0.5)
+        halved.set()
+        model.synchronize()
+        assert_same([p.grad for p in others], want)
+        assert_same(grads, want)
+
+    on(2, body)
+
+
 def test_ranks_with_different_actions_raise() -> None:
     def body(world: Any) -> None:
         model, optimizer = distributed(world)

@@ -304,6 +304,10 @@ class ShardedUpdate(DividedUpdate):
     def _place(self, bucket: Bucket) -> None:
         """Write this worker's parameters over its gradients, unrounded: in their own dtype."""
         bucket.settle()
+        # Another optimizer may have yet to step on gradients there, or the user may keep some.
+        if any(slot.holds(slot.param.grad) for slot in bucket.slots) or bucket.is_referenced():
+            bucket.reallocate()
+            self._views.on_new_buffer(bucket)
         for piece in self.shards.pieces_in(bucket):
             bucket.flat[piece.place.start : piece.place.stop].copy_(piece.stand_in.reshape(-1))
 
