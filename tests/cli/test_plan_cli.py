@@ -276,9 +276,9 @@ def test_plan_verb_inside_on_gpus_leaves_out_more_and_prints_their_code(
 
 
 def test_plan_verb_names_what_is_assumed(plan: Wingbeat, profile: str) -> None:
-    plain, fast = (
+    plain, fast, same = (
         as_json(plan, profile, *EQUAL, *FEW, *INSIDE, *more)
-        for more in ((), ("--inside-rate", "3600gbit"))
+        for more in ((), ("--inside-rate", "3600gbit"), ("--inside-rate", "40gbit"))
     )
     assert plain["plan"] == (
         "dense on 3 hosts of 2 workers, one NIC of 1 Gbit/s, 50 us, 40 Gbit/s inside a host, each "
@@ -288,9 +288,9 @@ def test_plan_verb_names_what_is_assumed(plan: Wingbeat, profile: str) -> None:
     assert ", 3600 Gbit/s inside a host, " in fast["plan"]
     seconds = [
         {row["strategy"]: row["iteration_s"] for row in found["scenarios"][0]["ranking"]}["hsdp"]
-        for found in (plain, fast)
+        for found in (plain, fast, same)
     ]
-    assert seconds[1] < seconds[0]
+    assert seconds[1] < seconds[2] < seconds[0]  # a stated rate has no processor time of chunks
     assert not any("over each NIC" in note for note in plain["notes"])
     quick = as_json(plan, profile, "--hosts", "2", "--rate", "25gbit", *FEW)
     [note] = [note for note in quick["notes"] if "over each NIC" in note]

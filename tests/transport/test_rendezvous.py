@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
@@ -337,6 +337,35 @@ def test_send_that_no_rank_receives_ends_the_measurement() -> None:
         world.links = (world.links[0], HalfDeaf(board, world.rank, "lo1"))
     with pytest.raises(PeerError, match="rank 0: measuring interface lo1 with ranks 2 and 1"):
         loopback.run(members, measure_speeds)
+
+
+def column(names: Sequence[str], layout: Layout, job_layout: Layout) -> list[tuple[float, ...]]:
+    """Return what each rank of a column knows of its links; ``names`` are their interfaces."""
+    job = loopback.worlds(1)[0]
+    job.layout, job.interfaces, job.speeds = job_layout, ("eth0", "eth1"), (8e6, 4e6)
+    members = loopback.worlds(len(names))
+    for world, name in zip(members, names, strict=True):
+        world.layout, world.interfaces = layout, ("eth0", name)
+    return loopback.run(members, lambda world: rendezvous._known_speeds(world, job))
+
+
+@pytest.mark.parametrize(("per_host", "share"), [(1, 1), (4, 4)])
+def test_column_over_the_links_of_the_job_knows_its_share_of_them(
+    per_host: int, share: int
+) -> None:
+    found = column(["eth1"] * 2, Layout.even(2, 1), Layout.even(2, per_host))
+    assert found == [(8e6 / share, 4e6 / share)] * 2
+
+
+@pytest.mark.parametrize(
+    ("names", "layout"),
+    [(["eth1", "eth2"], Layout.even(2, 1)), (["eth1", "eth1"], Layout.even(1, 2))],
+    ids=["another interface of one rank", "one host"],
+)
+def test_column_over_other_links_than_the_jobs_measures_them(
+    names: list[str], layout: Layout
+) -> None:
+    assert column(names, layout, Layout.even(2, 4)) == [(), ()]
 
 
 # -- what init leaves as it was ---------------------------------------------------------------

@@ -564,7 +564,7 @@ def connect_column(job: World, members: Sequence[int], name: str) -> World:
     if size > 1:
         named = list(job.interfaces) or None
         try:
-            _join(world, named, job_key(os.environ))
+            _join(world, named, job_key(os.environ), job=job)
         except RendezvousError as error:
             raise RendezvousError(
                 f"{error} (rank {job.rank} connects replicas, whose numbers these are: replica 0 "
@@ -773,13 +773,14 @@ def _join(
     named: Sequence[str] | None,
     key: bytes | None,
     start: StartGroup | None = None,
+    job: World | None = None,
 ) -> None:
     """Connect to the others, or to none if this worker was restarted alone.
 
-    ``start`` is as in `_connect`.
+    ``start`` and ``job`` are as in `_connect`.
     """
     if not world.returned:
-        _connect(world, named, key, start)
+        _connect(world, named, key, start, job)
         return
     # The others are connected to the former process.
     hosts = world.replay_exchange("interfaces", nic.Host)
@@ -816,8 +817,13 @@ def _connect(
     named: Sequence[str] | None,
     key: bytes | None,
     start: StartGroup | None = None,
+    job: World | None = None,
 ) -> None:
-    """Connect to the others; ``start`` starts torch's default group, unless it is None."""
+    """Connect to the others.
+
+    ``start`` starts torch's default group, unless it is None. ``job`` is the connected world of all
+    ranks, if this one is of some of them.
+    """
     rank, size = world.rank, world.size
     hosts = world.exchange("interfaces", to_json(nic.local()), nic.Host)
     world.layout = _layout_of(world, hosts)
@@ -839,7 +845,7 @@ def _connect(
     )
     # A worker that left now would break peers that are still connecting.
     _check_carriers(world)
-    world.speeds = measure_speeds(world)
+    world.speeds = _known_speeds(world, job) or measure_speeds(world)
     world.publish("speeds", world.speeds)
     world.make_nccl_group = functools.partial(nccl_group, rank, size, members=world.members)
     _open_groups(world, links)
@@ -859,6 +865,22 @@ def _check_carriers(world: World) -> None:
 def _open_groups(world: World, links: Sequence[tcp.TcpLink]) -> None:
     """Have the groups of a world use these links."""
     world.make_links = lambda group: tuple(tcp.GroupLink(link, group) for link in links)
+
+
+def _known_speeds(world: World, job: World | None) -> tuple[float, ...]:
+    """Return what `init` has measured of the links of a column; empty if these are others.
+
+    In the job one rank of a host sends to another host at a time. All columns exchange at once, and
+    share the links of their hosts.
+    """
+    if job is None:
+        return ()
+    here, there = world.layout.hosts, job.layout.hosts
+    same = world.interfaces == job.interfaces and (len(here) > 1) == (len(there) > 1)
+    if not all(world.exchange("speeds-known", same, bool)):
+        return ()
+    columns = max(map(len, there)) / max(map(len, here))
+    return tuple(speed / columns for speed in job.speeds)
 
 
 def _read_speeds(world: World, links: int) -> tuple[float, ...]:
