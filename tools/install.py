@@ -53,7 +53,17 @@ def install_with_uv(words: list[str]) -> bool:
         return False
     listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True)
     environment = variables_for_uv(listed.stdout.splitlines(), os.environ)
-    command = [sys.executable, "-m", "uv", "pip", "install", "--compile-bytecode", "--python", sys.executable, *words]
+    command = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--compile-bytecode",
+        "--python",
+        sys.executable,
+        *words,
+    ]
     return subprocess.run(command, env={**os.environ, **environment}).returncode == 0
 
 
