@@ -304,5 +304,5 @@ def _with_rates(worker: Worker, first: Report, last: Report) -> Worker:
 
 
 def _bounded(value: float) -> float:
-    """Return a figure of a worker, whose clock may say anything, within the limits of a `Job`."""
+    """Return a figure of a worker, whose clock may have any value, within the limits of a `Job`."""
     return min(max(0.0, value), _MOST_RATE)
