@@ -190,26 +190,32 @@ class BufferSync:
 
     def apply(self) -> None:
         """Wait for a pending broadcast or status, and copy the root's buffers."""
-        handle, self._handle = self._handle, None
-        if handle is not None and self._sent is not None:
-            handle.wait()
-            # Buffers that were written, reshaped or removed since (as by `prune.remove`) stay this
-            # worker's until the next forward.
-            if self._rank != self._root and self._before is not None and self._sent.flat[0]:
-                self._sent.unpack([None, *self._fitting()], self._before)
-        requested, self._requested = self._requested, None
-        if requested is None or self._own is None:
-            return
+        try:
+            if self._handle is not None and self._sent is not None:
+                self._handle.wait()
+                # Buffers that were written, reshaped or removed since (as by `prune.remove`) stay
+                # this worker's until the next forward.
+                if self._rank != self._root and self._before is not None and self._sent.flat[0]:
+                    self._sent.unpack([None, *self._fitting()], self._before)
+        finally:
+            self._handle = None  # at the end: other threads wait for it
+        try:
+            if self._requested is not None and self._own is not None:
+                self._receive(self._requested, self._own)
+        finally:
+            self._requested = None
+
+    def _receive(self, requested: Handle, own: Collectives) -> None:
         requested.wait()
         status, nbytes = self._status.tolist()
         if status == _LAYOUT:
-            self._receive_layout(self._own, nbytes)
+            self._receive_layout(own, nbytes)
         if status != _AS_SENT:
             sent = self._packed()
             if self._rank == self._root:
                 self._valid.fill_(1)
                 sent.pack([self._valid, *self._fitting()])
-            self._own.broadcast(sent.flat, self._root, label="buffers").wait()
+            own.broadcast(sent.flat, self._root, label="buffers").wait()
         if self._rank != self._root and self._sent is not None:
             self._copy_from_root(self._sent.views[1:])
 
