@@ -165,6 +165,9 @@ class BufferSync:
         if self._own is None and not self._opened_late():
             return
         assert self._own is not None
+        if self._handle is not None and root != self._root:
+            self._handle.wait()  # as under DDP, another root continues with its own buffers
+            self._handle = None
         self.apply()
         self._root = root
         if self._rank == root:
