@@ -80,9 +80,9 @@ class BufferSync:
         self._device = next((p.device for p in (*model.parameters(), *model.buffers())), None)
         self._sent: ByteBuffer | None = None
         self._before: ByteBuffer | None = None
-        self._valid = torch.ones(1, dtype=torch.uint8)
-        self._status = torch.zeros(2, dtype=torch.int64)
-        self._text = torch.empty(0, dtype=torch.uint8)
+        self._valid = torch.ones(1, dtype=torch.uint8, device="cpu")
+        self._status = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._text = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._handle: Handle | None = None
         self._requested: Handle | None = None
         self._root = 0
@@ -120,7 +120,9 @@ class BufferSync:
         """Drop what is outstanding, after the collectives have moved to other workers."""
         self._rank, self._root = self._collectives.world.rank, 0
         self._handle = self._requested = self._sent = self._before = None
-        self._status = torch.zeros(2, dtype=torch.int64)  # an operation may still write to it
+        self._status = torch.zeros(
+            2, dtype=torch.int64, device="cpu"
+        )  # an operation may still write to it
         if self._own is not None:
             self._open()
 
@@ -277,7 +279,7 @@ class BufferSync:
             if not 0 < nbytes <= _LONGEST_LAYOUT:
                 raise ValueError(nbytes)
             if self._rank != self._root:
-                self._text = torch.empty(nbytes, dtype=torch.uint8)
+                self._text = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             collectives.broadcast(self._text, self._root, label="layout of buffers").wait()
             self._layout, self._known = _parse(self._text)
         except ValueError:
