@@ -113,6 +113,18 @@ def test_a_saved_state_loads_without_pickles_and_is_no_larger_than_its_values() 
         assert value.untyped_storage().nbytes() == 4 * NUMELS[name]
 
 
+def test_residuals_are_float32_where_another_dtype_is_the_default() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert {v.dtype for v in made().state_dict()["residuals"].values()} == {torch.float32}
+        saved, fresh = filled(0, 1), made()
+        fresh.load_state_dict(saved.state_dict())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, value in kept(fresh).items():
+        assert torch.equal(value, kept(saved)[name])
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_loading_reaches_the_buffer_whether_it_was_made_before_or_after(before: bool) -> None:
     saved, residuals = filled(0, 1, velocity=True), made(velocity=True)

@@ -49,19 +49,18 @@ def _loss(model: Any, step: int, rank: int) -> Tensor:
 
 
 def _alone(by_all: bool) -> dict[str, Tensor]:
-    """What the workers do, by one: buffers are those of the first that still trains."""
+    """What the workers do, by one: buffers are those of the last that still trains, as in DDP."""
     model = _model()
     optimizer, scheduler = _made(model)
+    kept = [copy.deepcopy(dict(model.named_buffers())) for _ in BATCHES]
     for step in range(max(BATCHES)):
         active = [rank for rank, count in enumerate(BATCHES) if step < count]
         optimizer.zero_grad()
-        before = copy.deepcopy(dict(model.named_buffers()))
-        kept: dict[str, Tensor] = {}
+        before = kept[active[-1]]
         for rank in active:
             model.load_state_dict(before, strict=False)
             (_loss(model, step, rank) / (len(BATCHES) if by_all else len(active))).backward()
-            kept = kept or copy.deepcopy(dict(model.named_buffers()))
-        model.load_state_dict(kept, strict=False)
+            kept[rank] = copy.deepcopy(dict(model.named_buffers()))
         optimizer.step()
         scheduler.step()
     return model.state_dict()
@@ -136,7 +135,7 @@ def test_active_ranks_and_buffer_root_follow_announcements() -> None:
             seen.append((int(most), list(party.active), engine.buffer_root))
         return seen
 
-    wanted = [(2, [0, 1, 2], 0), (2, [1, 2], 1), (2, [1], 1), (0, [1], 0)]
+    wanted = [(2, [0, 1, 2], 2), (2, [1, 2], 2), (2, [1], 1), (0, [1], 0)]
     assert on(3, body) == [wanted] * 3
 
 
@@ -230,3 +229,24 @@ def test_clipping_need_not_follow_each_backward(strategy: Any, twice: bool) -> N
     first, second = _clipped(strategy, twice)
     assert_same(first, second)
     assert_same(first, _clipped(STRATEGIES[0], twice)[0], 1e-5)
+
+
+def test_join_inside_of_another_models_join_raises() -> None:
+    """A worker without batches would wait for one model's batches, and the others for both."""
+
+    def body(world: Any) -> None:
+        models = []
+        for _ in range(2):
+            model: Any = _model()
+            optimizer, _ = _made(model)
+            models.append(wingbeat.distribute(model, optimizer, STRATEGIES[1], world=world))
+        (first, optimizer), (second, _) = models
+        with first.join():
+            with pytest.raises(UsageError, match=r"join\(\) inside of another model's join"):
+                second.join().__enter__()
+            _loss(first, 0, world.rank).backward()
+            optimizer.step()
+        with second.join():
+            _loss(second, 0, world.rank).backward()
+
+    on(2, body)

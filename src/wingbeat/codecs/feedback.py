@@ -81,7 +81,7 @@ class _Memory:
         return {
             name: self._values[name].clone().view(shape)
             if name in self._values
-            else torch.zeros(shape)
+            else torch.zeros(shape, dtype=torch.float32, device="cpu")
             for name, shape in self._shapes.items()
         }
 
@@ -101,7 +101,8 @@ class _Memory:
         if held is not None:
             held.zero_() if value is None else held.copy_(value)
         elif value is not None:
-            self._values[name] = torch.empty(value.numel()).copy_(value)
+            empty = torch.empty(value.numel(), dtype=torch.float32, device="cpu")
+            self._values[name] = empty.copy_(value)
 
 
 class Residuals:

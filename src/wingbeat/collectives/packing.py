@@ -66,7 +66,7 @@ class ScratchPool:
         capacity = 1 << max(0, numel - 1).bit_length()
         free = self._free[dtype, capacity]
         if not free:
-            return torch.empty(capacity, dtype=dtype)[:numel]
+            return torch.empty(capacity, dtype=dtype, device="cpu")[:numel]
         given = free.pop()
         whole = given._base
         assert whole is not None

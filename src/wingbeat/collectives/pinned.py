@@ -45,12 +45,12 @@ class Waitable(Protocol):
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return memory of the host for a copy of a contiguous tensor of an accelerator."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
 
 
 def pinned_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a flat tensor of zeros in pinned memory."""
-    return torch.zeros(numel, dtype=dtype, pin_memory=True)
+    return torch.zeros(numel, dtype=dtype, pin_memory=True, device="cpu")
 
 
 @contextlib.contextmanager

@@ -323,8 +323,8 @@ class TwoLevel:
         """Compare what the ranks of this host do next; a `PeerError` unless all do the same."""
         if self._broken:
             raise PeerError(self._broken)
-        rows = torch.zeros(len(self._host), 3, dtype=torch.int64)
-        rows[self._group.place] = torch.tensor([step, job.number, int(bool(failed))])
+        rows = torch.zeros(len(self._host), 3, dtype=torch.int64, device="cpu")
+        rows[self._group.place] = torch.tensor([step, job.number, int(bool(failed))], device="cpu")
         try:
             self._steps.all_gather(rows.view(-1), label="the next step on this host").wait()
         finally:

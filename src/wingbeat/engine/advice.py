@@ -173,9 +173,9 @@ def facts_of(world: World, strategy: Strategy, device: torch.device, *, meshed: 
 def measure_codec(options: CodecOptions) -> float:
     """Return how many bytes of float32 a thread encodes and decodes per second of its own."""
     codec = codecs.make(options)
-    values = torch.linspace(-1.0, 1.0, _SAMPLE)
-    residual, out = torch.zeros(_SAMPLE), torch.empty(_SAMPLE)
-    payload = torch.empty(codec.nbytes(_SAMPLE), dtype=torch.uint8)
+    values = torch.linspace(-1.0, 1.0, _SAMPLE, device="cpu")
+    residual, out = torch.zeros(_SAMPLE, device="cpu"), torch.empty(_SAMPLE, device="cpu")
+    payload = torch.empty(codec.nbytes(_SAMPLE), dtype=torch.uint8, device="cpu")
     least = float("inf")
     for _ in range(_ROUNDS):
         begin = time.thread_time()  # other processes do not make it longer

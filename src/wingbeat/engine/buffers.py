@@ -80,9 +80,9 @@ class BufferSync:
         self._device = next((p.device for p in (*model.parameters(), *model.buffers())), None)
         self._sent: ByteBuffer | None = None
         self._before: ByteBuffer | None = None
-        self._valid = torch.ones(1, dtype=torch.uint8)
-        self._status = torch.zeros(2, dtype=torch.int64)
-        self._text = torch.empty(0, dtype=torch.uint8)
+        self._valid = torch.ones(1, dtype=torch.uint8, device="cpu")
+        self._status = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._text = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._handle: Handle | None = None
         self._requested: Handle | None = None
         self._root = 0
@@ -120,7 +120,9 @@ class BufferSync:
         """Drop what is outstanding, after the collectives have moved to other workers."""
         self._rank, self._root = self._collectives.world.rank, 0
         self._handle = self._requested = self._sent = self._before = None
-        self._status = torch.zeros(2, dtype=torch.int64)  # an operation may still write to it
+        self._status = torch.zeros(
+            2, dtype=torch.int64, device="cpu"
+        )  # an operation may still write to it
         if self._own is not None:
             self._open()
 
@@ -165,6 +167,9 @@ class BufferSync:
         if self._own is None and not self._opened_late():
             return
         assert self._own is not None
+        if self._handle is not None and root != self._root:
+            self._handle.wait()  # as under DDP, another root continues with its own buffers
+            self._handle = None
         self.apply()
         self._root = root
         if self._rank == root:
@@ -190,26 +195,32 @@ class BufferSync:
 
     def apply(self) -> None:
         """Wait for a pending broadcast or status, and copy the root's buffers."""
-        handle, self._handle = self._handle, None
-        if handle is not None and self._sent is not None:
-            handle.wait()
-            # Buffers that were written, reshaped or removed since (as by `prune.remove`) stay this
-            # worker's until the next forward.
-            if self._rank != self._root and self._before is not None and self._sent.flat[0]:
-                self._sent.unpack([None, *self._fitting()], self._before)
-        requested, self._requested = self._requested, None
-        if requested is None or self._own is None:
-            return
+        try:
+            if self._handle is not None and self._sent is not None:
+                self._handle.wait()
+                # Buffers that were written, reshaped or removed since (as by `prune.remove`) stay
+                # this worker's until the next forward.
+                if self._rank != self._root and self._before is not None and self._sent.flat[0]:
+                    self._sent.unpack([None, *self._fitting()], self._before)
+        finally:
+            self._handle = None  # at the end: other threads wait for it
+        try:
+            if self._requested is not None and self._own is not None:
+                self._receive(self._requested, self._own)
+        finally:
+            self._requested = None
+
+    def _receive(self, requested: Handle, own: Collectives) -> None:
         requested.wait()
         status, nbytes = self._status.tolist()
         if status == _LAYOUT:
-            self._receive_layout(self._own, nbytes)
+            self._receive_layout(own, nbytes)
         if status != _AS_SENT:
             sent = self._packed()
             if self._rank == self._root:
                 self._valid.fill_(1)
                 sent.pack([self._valid, *self._fitting()])
-            self._own.broadcast(sent.flat, self._root, label="buffers").wait()
+            own.broadcast(sent.flat, self._root, label="buffers").wait()
         if self._rank != self._root and self._sent is not None:
             self._copy_from_root(self._sent.views[1:])
 
@@ -268,7 +279,7 @@ class BufferSync:
             if not 0 < nbytes <= _LONGEST_LAYOUT:
                 raise ValueError(nbytes)
             if self._rank != self._root:
-                self._text = torch.empty(nbytes, dtype=torch.uint8)
+                self._text = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             collectives.broadcast(self._text, self._root, label="layout of buffers").wait()
             self._layout, self._known = _parse(self._text)
         except ValueError:

@@ -28,12 +28,13 @@ is needed (DeAR, section III-B). Gradients arrive in the threads that run autogr
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -102,6 +103,23 @@ from wingbeat.transport import graceful_shutdown
 from wingbeat.transport.world import World
 
 _is_due = operator.attrgetter("due")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _exclusive(
+    method: Callable[Concatenate[Engine, P], R],
+) -> Callable[Concatenate[Engine, P], R]:
+    """Let one thread at a time run such methods: others may read the model while one trains it."""
+
+    @functools.wraps(method)
+    def run(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return run
+
 
 _GONE = "an exception cut its backward short; call optimizer.zero_grad() and run the backward again"
 
@@ -364,6 +382,7 @@ class Engine:
         self._begin_forward()
         self._request_buffers()
 
+    @_exclusive
     def _begin_forward(self) -> None:
         self.meter.enter("forward")
         if self._streams is not None:
@@ -373,6 +392,7 @@ class Engine:
         self.recover()
         self.update.before_forward()
 
+    @_exclusive
     def _request_buffers(self) -> None:
         if self.sync:
             if self.before_synced_forward is not None:
@@ -389,6 +409,7 @@ class Engine:
         self.recovery.progress.begin()
         self.steps_made.asks = self.recovery.wanted
 
+    @_exclusive
     def before_compiled_forward(self) -> None:
         """Make the whole model current before a compiled forward: inner hooks break its graph."""
         if self.hooks is not None:
@@ -401,6 +422,7 @@ class Engine:
             return True
         return any(map(_is_due, self.bucketing.needed_by(module)))
 
+    @_exclusive
     def before_module_forward(self, module: torch.nn.Module, _args: Any) -> None:
         """Make the tensors that a module reads current before its forward."""
         if not in_transform():
@@ -683,6 +705,7 @@ class Engine:
             self.views.show(others)
         self.meter.enter("other")
 
+    @_exclusive
     def recover(self) -> None:
         """Complete the collectives of an interrupted backward, and drop its gradients.
 
@@ -703,6 +726,7 @@ class Engine:
                 param.grad = None
         self.update.on_zero_grad(True)
 
+    @_exclusive
     def shadow_backward(self) -> None:
         """Take part in one backward of the other workers with gradients of zero."""
         self._open_backward()
@@ -715,6 +739,7 @@ class Engine:
         finally:
             self._shadowing = False
 
+    @_exclusive
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop or zero the gradients, including those that exist in buckets only."""
         if self.hooks is None:
@@ -733,6 +758,7 @@ class Engine:
 
     # -- reading gradients and parameters -------------------------------------------------
 
+    @_exclusive
     def flush(self) -> None:
         """Apply all deferred updates, and the buffers that have arrived."""
         self._guard(self.buffer_sync.apply)
@@ -749,6 +775,7 @@ class Engine:
         with contextlib.suppress(PeerError):  # already raised where it was awaited
             self.flush()
 
+    @_exclusive
     def level(self, *, always: bool = True) -> None:
         """Apply pending updates; diverged models are averaged, which all workers must call.
 
@@ -764,6 +791,7 @@ class Engine:
             shard_all(self.model)  # gathered parameters are those before
         self.copied = self.copied and not always
 
+    @_exclusive
     def settle(self) -> None:
         """Make parameters current and gradients whole, and show the gradients in ``p.grad``."""
         self.recover()
@@ -772,6 +800,7 @@ class Engine:
             self.settle_gradients()
             self.views.show()
 
+    @_exclusive
     def settle_gradients(self) -> None:
         """Gather gradients between backward and step, because they are read."""
         self.dispatch(events.GradientsNeeded())
@@ -798,6 +827,7 @@ class Engine:
         if aborted:
             raise UsageError(f"the gradient of parameter {slot.name!r} is gone: {_GONE}")
 
+    @_exclusive
     def unscale(
         self, grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
     ) -> None:
@@ -822,6 +852,7 @@ class Engine:
         if self.world.inside is not None:
             found_inf.copy_(self.world.inside.max(found_inf))
 
+    @_exclusive
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Scale the averaged gradients so that their global norm is at most ``max_norm``.
 
@@ -855,10 +886,12 @@ class Engine:
         self.scaled, self.asked = self.scaled and self.asked, False
         self.copied = False
         self.meter.enter("update")
-        if self.recovery is None:
-            returned = self._apply_step(arguments)
-        else:
-            returned = self._elastic_step(self.recovery, arguments)
+        # The lock is not held in a closure: its backward needs it in threads of autograd.
+        with contextlib.nullcontext() if arguments.closure is not None else self.lock:
+            if self.recovery is None:
+                returned = self._apply_step(arguments)
+            else:
+                returned = self._elastic_step(self.recovery, arguments)
         self.meter.stepped()
         graceful_shutdown.count_step()
         return returned
@@ -893,6 +926,7 @@ class Engine:
             together = () if inside is None else inside.ranks
             graceful_shutdown.stop_if_due(lockstep=lockstep, together=together)
 
+    @_exclusive
     def visible_state(self) -> Any:
         """Return the optimizer's state after all updates; inside its own step, unchanged."""
         if self.update.defers and not self.stepper.stepping:
@@ -902,8 +936,9 @@ class Engine:
     # -- state dicts ----------------------------------------------------------------------
 
     def before_state_dict(self, *_args: Any) -> None:
-        """Complete pending updates before a state dict is made."""
-        self.settle()
+        """Complete pending updates before a state dict or a copy, which have no gradients."""
+        self.recover()
+        self.flush()
 
     def before_load_state_dict(self, *_args: Any) -> None:
         """Complete pending operations before a state dict is loaded."""
@@ -925,6 +960,7 @@ class Engine:
 
     # -- detaching ------------------------------------------------------------------------
 
+    @_exclusive
     def detach(self, *, meet: bool = True) -> None:
         """Apply pending updates, and remove every hook; gradients become plain tensors.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -94,8 +95,8 @@ class _JoinContext:
                 )
         active = [rank for rank, flag in enumerate(rows) if flag]
         self.active = active or self.active
-        # The root of buffers must still train.
-        engine.buffer_root = active[0] if active else 0
+        # The root of buffers must still train; DDP chooses the last such rank, too.
+        engine.buffer_root = active[-1] if active else 0
         return _Batch(int(max(rows)))
 
     def shadow(self) -> None:
@@ -158,19 +159,31 @@ def joined(
             "join() with min_replicas=: give each worker as many batches; one that ends before the "
             "others is left out"
         )
+    if getattr(_entered, "inside", False):
+        raise UsageError(
+            "join() inside of another model's join(): a worker without batches repeats one model's "
+            "exchanges at a time; distribute one module that contains both, or give each worker as "
+            "many batches"
+        )
     context, scale = _JoinContext(engine, divide_by_all, throw), engine.scale
     hook = ModuleHook(weakref.ref(context), "begin_local_batch")
     handle = engine.model.register_forward_pre_hook(hook, prepend=True)
     engine.before_synced_forward = context.begin_batch
+    _entered.inside = True
     try:
         yield
     finally:
+        _entered.inside = False
         engine.before_synced_forward = None
         engine.scale = scale
         handle.remove()
     if engine.update.agrees:
         engine.zero_grad(True)  # as the others do before their next forward
     context.shadow()
+
+
+_entered = threading.local()
+"""Whether this thread is inside of a ``join`` context: ``inside``."""
 
 
 def _list(ranks: list[int]) -> str:

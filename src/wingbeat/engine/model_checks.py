@@ -323,7 +323,7 @@ def refuse_new_layout(
     if not any(group.get("fused") for group in optimizer.__dict__["param_groups"]):
         return
     for dimensions in sorted({p.dim() for p in params}):
-        sample = torch.empty((2,) * dimensions)
+        sample = torch.empty((2,) * dimensions, device="cpu")
         made = fn(sample)
         if isinstance(made, torch.Tensor) and made.stride() != sample.stride():
             raise UsageError(

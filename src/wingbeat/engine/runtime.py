@@ -42,7 +42,7 @@ class IntentExchange:
     def __init__(self, collectives: Collectives, slots: int) -> None:
         self._collectives = collectives
         self._width = 1 + -(-slots // 8)
-        self._rows = torch.zeros(0, dtype=torch.uint8)
+        self._rows = torch.zeros(0, dtype=torch.uint8, device="cpu")
         self._handle: Handle | None = None
 
     def announce(self, intent: Intent, used: Iterable[int]) -> None:
@@ -52,7 +52,7 @@ class IntentExchange:
         for index in used:
             row[1 + index // 8] |= 1 << index % 8
         world = self._collectives.world
-        self._rows = torch.zeros(world.size, self._width, dtype=torch.uint8)
+        self._rows = torch.zeros(world.size, self._width, dtype=torch.uint8, device="cpu")
         self._rows[world.rank] = torch.frombuffer(row, dtype=torch.uint8)
         self._handle = self._collectives.all_gather(self._rows.view(-1), label="intents")
 

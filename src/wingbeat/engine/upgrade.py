@@ -101,7 +101,7 @@ class _Distributed:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As the plain object does: pickles then do not need this library, and self-references stay
         # intact.
-        self._engine.settle()
+        self._engine.before_state_dict()
         with self._whole():
             made: Any = super().__reduce_ex__(max(2, int(protocol)))
             make, args, *rest = made

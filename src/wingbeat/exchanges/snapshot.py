@@ -150,7 +150,11 @@ def _decode_tensors(kinds: Sequence[Any], body: memoryview) -> Iterator[torch.Te
         size = math.prod(shape) * dtype.itemsize
         if size > len(body):
             raise ValueError(f"{len(body)} bytes where {size} were due")
-        flat = torch.frombuffer(bytearray(body[:size]), dtype=dtype) if size else torch.empty(0)
+        flat = (
+            torch.frombuffer(bytearray(body[:size]), dtype=dtype)
+            if size
+            else torch.empty(0, device="cpu")
+        )
         yield flat.to(dtype).reshape(shape)
         body = body[size:]
 

@@ -205,7 +205,7 @@ def _empty_parts(saved: Metadata, where: str, engine: Engine) -> dict[str, torch
         log.info("%s is of replicas that divide the model in another way: %s", where, DROPPED)
     parts = found.get(mine, {})
     return {
-        key: torch.empty(described.size, dtype=described.properties.dtype)
+        key: torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
         for _, (key, described) in sorted(parts.items())
     }
 

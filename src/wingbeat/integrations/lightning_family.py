@@ -281,7 +281,9 @@ def _with_all_residuals(state: dict[str, Any], device: torch.device) -> dict[str
     divided = ("residuals", "velocity")
     own = (*divided, "format", "rank", "world_size", "step")
     kept = {key: value for key, value in mine.items() if key not in own}
-    steps = _gathered(torch.tensor(mine["step"], dtype=torch.int64), device, rank, size)
+    steps = _gathered(
+        torch.tensor(mine["step"], dtype=torch.int64, device="cpu"), device, rank, size
+    )
     parts: list[dict[str, Any]] = [
         {"format": mine["format"], "rank": r, "world_size": size, "step": int(step)}
         for r, step in enumerate(steps)

@@ -53,14 +53,14 @@ class Bins:
 def bins(device: torch.device) -> Bins:
     """Return the bins on ``device``."""
     # Computed on the host, which does not flush float32 denormals.
-    magnitude = torch.arange(_FIRST_NOT_FINITE + 1)
+    magnitude = torch.arange(_FIRST_NOT_FINITE + 1, device="cpu")
     edges = (magnitude << 16).to(torch.int32).view(torch.float32).to(torch.float64)
     edges[-1] = 2.0**128
-    near, far = torch.zeros(2, _HALF, dtype=torch.float64)
+    near, far = torch.zeros(2, _HALF, dtype=torch.float64, device="cpu")
     near[:_FIRST_NOT_FINITE], far[:_FIRST_NOT_FINITE] = edges[:-1], edges[1:]
     middle = (near + far) / 2
     middle[0] = 0.0
-    positive = torch.arange(_HALF)
+    positive = torch.arange(_HALF, device="cpu")
     finite, zero = positive < _FIRST_NOT_FINITE, positive == 0
     made = Bins(
         key=torch.cat([(positive + _HALF).flip(0), positive]),

@@ -129,7 +129,10 @@ def measure_exchange(
     the exchange, which is the slowest worker's total time less the slowest encoding.
     """
     world = whole if whole is not None else collectives.world
-    barrier, tiny = Collectives(collectives.world, "doubling"), torch.zeros(collectives.world.size)
+    barrier, tiny = (
+        Collectives(collectives.world, "doubling"),
+        torch.zeros(collectives.world.size, device="cpu"),
+    )
 
     def synchronize() -> None:
         if device is not None and device.type != "cpu":  # not for wingbeat's own streams
@@ -242,7 +245,7 @@ class _Buffers:
 
     def __init__(self, numel: int, device: torch.device, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)  # leaves the global random state unchanged
-        self.gradients = torch.randn(numel, generator=generator).to(device, dtype)
+        self.gradients = torch.randn(numel, generator=generator, device="cpu").to(device, dtype)
         self.buffer = torch.empty_like(self.gradients)
         self._state: dict[str, torch.Tensor] = {}
 
@@ -399,11 +402,11 @@ def measure_links(
         reducing = Collectives(world, "ring" if alone else topology)
 
         def gather(nbytes: int) -> Operation:
-            rows = torch.zeros(world.size * nbytes, dtype=torch.uint8)
+            rows = torch.zeros(world.size * nbytes, dtype=torch.uint8, device="cpu")
             return Operation(lambda: gathering.all_gather(rows), nbytes)
 
         def reduce(nbytes: int) -> Operation:
-            buffer = torch.zeros(-(-nbytes // 4))
+            buffer = torch.zeros(-(-nbytes // 4), dtype=torch.float32, device="cpu")
             return Operation(lambda: reducing.all_reduce(buffer), 4 * buffer.numel())
 
         fits = []

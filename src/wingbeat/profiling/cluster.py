@@ -176,7 +176,7 @@ def _round(
     if world.rank in leaders:
         me, count = leaders.index(world.rank), len(leaders)
         before, after = leaders[(me - shift) % count], leaders[(me + shift) % count]
-        messages = torch.zeros(2, _PARTS, part, dtype=torch.uint8)
+        messages = torch.zeros(2, _PARTS, part, dtype=torch.uint8, device="cpu")
         with _naming(world, link):
             received = [link.recv(each, before, 0) for each in messages[0]]
             sent = [link.send(each, after, 0) for each in messages[1]]
@@ -205,7 +205,7 @@ def _latencies(world: World, link: Link, leaders: Sequence[int]) -> list[float]:
 
 
 def _round_trip(world: World, link: Link, before: int, after: int) -> float:
-    ping, pong, byte = (torch.zeros(1, dtype=torch.uint8) for _ in range(3))
+    ping, pong, byte = (torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(3))
     begin = time.perf_counter()
     pending = [link.recv(ping, before, 0), link.send(byte, after, 0)]
     pending[0].wait(world.timeout)

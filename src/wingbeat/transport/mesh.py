@@ -210,7 +210,7 @@ def replicas_of(job: World, mesh: Any, across: str | None) -> torch.Tensor:
     told = describe(mesh, across)
     _check_mesh(job, told, across)
     if job.torch_job is not None:
-        return torch.arange(job.size).reshape(-1, job.torch_job[1])
+        return torch.arange(job.size, device="cpu").reshape(-1, job.torch_job[1])
     replicas: torch.Tensor = mesh.mesh.movedim(_place_of(told, across), 0).flatten(1)
     _, position = (replicas == job.rank).nonzero()[0].tolist()
     members = replicas[:, position].tolist()

@@ -212,7 +212,7 @@ def _best_seconds(world: World, link: Link, nbytes: int) -> float:
 
 def _exchange_seconds(world: World, link: Link, nbytes: int) -> float:
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+    outgoing, incoming = (torch.zeros(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     begin = time.monotonic()
     receive = link.recv(incoming, before, 0)
     send = link.send(outgoing, after, 0)

@@ -91,7 +91,7 @@ class PartialExchange:
         sent = [blocks[turn_of(rank, turn, self._partitions)] for rank in range(world.size)]
         dtype = self._dtype(bucket)
         width = tail + -(-bucket.numel // self._partitions)
-        rows = torch.empty(world.size, width, dtype=dtype)
+        rows = torch.empty(world.size, width, dtype=dtype, device="cpu")
         arrivals = _Arrivals(bucket, rows, sent, tail, world.rank)
         arrivals.fill(kept)
         handle = self._collectives.all_gather(rows.view(-1), bucket=bucket.index)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import wingbeat
 from helpers import accelerator
@@ -22,7 +22,14 @@ from wingbeat_lab.baselines import parse
 from . import play
 from .compare import Result
 from .registry import SCENARIOS
-from .sides import INIT_TIMEOUT, WingbeatSide, bring_world_up, make_strategy, rank_and_size
+from .sides import (
+    INIT_TIMEOUT,
+    WingbeatSide,
+    bring_world_up,
+    make_strategy,
+    piece,
+    rank_and_size,
+)
 
 
 @dataclass
@@ -143,6 +150,40 @@ def training_on_late_device(strategy: str, seeds: range) -> None:
             got = _weights_after(strategy, torch.device(accelerator.NAME, 0), rank)
         for number, (mine, wanted) in enumerate(zip(got, want, strict=True)):
             assert torch.equal(mine, wanted), f"step {number}, seed {seed}: {mine} not {wanted}"
+
+
+def with_the_device_as_default(strategy: str) -> None:
+    """Check that training ends alike where the script has called `torch.set_default_device`."""
+    accelerator.load()
+    device = torch.device(accelerator.NAME, 0)
+
+    def state(default: torch.device | None) -> dict[str, Tensor]:
+        model: Any = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        for number, value in enumerate(model.state_dict().values()):
+            if value.is_floating_point():
+                value.copy_(torch.arange(value.numel()).view(value.shape).sin() + number)
+        model.to(device)
+        batches = [piece(step, rank_and_size()[0], 4, 8)[0].to(device) for step in range(STEPS)]
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.set_default_device(default)
+        try:
+            bring_world_up()
+            model, optimizer = wingbeat.distribute(model, optimizer, parse(strategy))
+            for x in batches:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+            wingbeat.synchronize(model)
+            optimizer.load_state_dict(optimizer.state_dict())
+            wingbeat.release(model, optimizer)
+            return {name: value.cpu() for name, value in model.state_dict().items()}
+        finally:
+            torch.set_default_device(None)
+
+    want, got = state(None), state(device)
+    for name, value in want.items():
+        assert torch.equal(got[name], value), f"{name}: {got[name]} not {value}"
 
 
 def mean_on_late_device(strategy: str, momentum: float, seeds: range) -> None:

@@ -159,6 +159,23 @@ def test_weights_of_each_step_on_a_late_device_are_those_on_the_cpu(
     pool.run(devices.training_on_late_device, strategy, seeds, deadline=DEADLINE)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "allreduce",
+        "dear:plan=fixed",
+        "dear:plan=fixed,shard_optimizer=true",
+        "dear:plan=fixed,compression=sketch:auto_disable=false",
+        "geryon:update=server,servers=1",
+        "diloco:every=2",
+    ],
+)
+def test_training_where_the_device_is_the_default_ends_with_the_same_state(
+    pool: Pool, strategy: str
+) -> None:
+    pool.run(devices.with_the_device_as_default, strategy, deadline=DEADLINE)
+
+
 @pytest.mark.parametrize(("strategy", "momentum"), MEAN)
 def test_mean_of_models_on_a_late_device_is_that_of_all_steps(
     pool: Pool, strategy: str, momentum: float

@@ -275,7 +275,7 @@ class CopiesCheck:
         device = local(named[0][1]).device if named else torch.device("cpu")
         self._norms = torch.zeros(len(named), dtype=torch.float64, device=device)
         whole = sorted({index for each in self._names.values() for index in each})
-        self._left = torch.zeros(len(named), dtype=torch.float64)
+        self._left = torch.zeros(len(named), dtype=torch.float64, device="cpu")
         self._left[whole] = self.BACKWARDS
         self._backwards = self.MOST_BACKWARDS if whole else 0
 

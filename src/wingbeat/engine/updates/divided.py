@@ -95,23 +95,24 @@ class DividedUpdate(Update):
         training, slots = self._training, self._training.bucketing.slots
         training.stepper.arguments.refuse_others(f"with {self.option}", "wingbeat.DeAR()")
         loss = evaluated(closure)
-        host.recover()
-        self.refuse_lost("optimizer.step()")
-        if self._reduced and replaced(slots):
-            host.dispatch(GradientsNeeded())
-        training.stepper.refuse_regrouped()
-        training.stepper.run_hooks("pre")
-        if not self._reduced:
-            host.flush()
-        self._snapshot = training.stepper.snapshot()
-        training.steps.count += 1
-        owned = (slot for slot in slots if slot.owned)
-        used = (s for s in owned if (s.used if self._reduced else s.param.grad is not None))
-        self._step(host, StepCalled(used=frozenset(slot.index for slot in used)))
-        step_outside(training.bucketing.slot_of, training.stepper, self._snapshot)
-        if training.stepper.hooked:
-            host.flush()  # hooks read the new parameters
-        training.stepper.run_hooks("post")
+        with host.lock:
+            host.recover()
+            self.refuse_lost("optimizer.step()")
+            if self._reduced and replaced(slots):
+                host.dispatch(GradientsNeeded())
+            training.stepper.refuse_regrouped()
+            training.stepper.run_hooks("pre")
+            if not self._reduced:
+                host.flush()
+            self._snapshot = training.stepper.snapshot()
+            training.steps.count += 1
+            owned = (slot for slot in slots if slot.owned)
+            used = (s for s in owned if (s.used if self._reduced else s.param.grad is not None))
+            self._step(host, StepCalled(used=frozenset(slot.index for slot in used)))
+            step_outside(training.bucketing.slot_of, training.stepper, self._snapshot)
+            if training.stepper.hooked:
+                host.flush()  # hooks read the new parameters
+            training.stepper.run_hooks("post")
         return loss
 
     def shadow_step(self, host: Host) -> None:
@@ -312,10 +313,10 @@ class ShardedUpdate(DividedUpdate):
             bucket.flat[piece.place.start : piece.place.stop].copy_(piece.stand_in.reshape(-1))
 
     def _copy_parameters(self, bucket: Bucket) -> None:
-        self._pending.remove(bucket)
         own = {piece.slot.index: piece for piece in self.shards.pieces_in(bucket)}
-        for slot in self._fresh.pop(bucket.index):
-            copy_parameter(slot, own.get(slot.index))
+        with self._pending.updating([bucket]):
+            for slot in self._fresh.pop(bucket.index):
+                copy_parameter(slot, own.get(slot.index))
 
     # -- a worker without batches ----------------------------------------------------------
 

@@ -57,7 +57,9 @@ def _decode_tensor(data: Any, device: torch.device) -> torch.Tensor:
         name, shape, flat, on_device = data
         if len(flat) > LIMIT or not isinstance(on_device, bool):
             raise ValueError
-        tensor = torch.tensor(flat, dtype=dtype_of(name)).reshape([int(n) for n in shape])
+        tensor = torch.tensor(flat, dtype=dtype_of(name), device="cpu").reshape(
+            [int(n) for n in shape]
+        )
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(f"malformed tensor {excerpt(data)}") from None
     return tensor.to(device) if on_device else tensor

@@ -241,21 +241,23 @@ class Stepper:
                 members.setdefault(group, []).append(stand_in)
         groups = [{**snapshot[i], "params": chosen} for i, chosen in sorted(members.items())]
         inside = self._optimizer.__dict__
-        saved = {key: inside[key] for key in ("param_groups", "state", *_HOOKS)}
         # Hooks belong to the whole step, not to its parts. Only the bare step omits global hooks.
         has_global_hooks = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         step = bare_step(self._plain_step) if has_global_hooks else self._plain_step
-        inside.update(param_groups=groups, state=state, **{name: {} for name in _HOOKS})
+        temporary = {"param_groups": groups, "state": state, **{name: {} for name in _HOOKS}}
+        # Another object, as other threads may read the optimizer meanwhile. It has a plain class
+        # without properties: optimizers read `state` for each parameter.
+        runner = object.__new__(self._plain_class)
+        runner.__dict__.update({**inside, **temporary})
         outer, self.in_parts = self.in_parts, True
-        # Without the properties of an upgraded class: optimizers read `state` for each parameter.
-        upgraded, self._optimizer.__class__ = type(self._optimizer), self._plain_class
         try:
             with self.inside():
-                step(self._optimizer)
+                step(runner)
         finally:
-            self._optimizer.__class__ = upgraded
             self.in_parts = outer
-            inside.update(saved)
+            for key, value in runner.__dict__.items():
+                if key not in temporary and inside.get(key) is not value:
+                    inside[key] = value
 
 
 def _copied(value: Any) -> Any:

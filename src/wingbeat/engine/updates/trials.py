@@ -158,7 +158,7 @@ def _draw(
     seed: int, shape: _Shape, scale: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
     # Drawn on the host, so that the device's generator is not used.
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu") * scale
     return drawn.to(device, dtype)
 
 
@@ -433,9 +433,13 @@ class _ElementwiseTrial:
         out = []
         for shape in _SHAPES:
             count = torch.Size(shape).numel()
-            drawn = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+            drawn = torch.randn(count, generator=torch.Generator().manual_seed(seed), device="cpu")
             # Large weights and small gradients at one end, the reverse at the other.
-            slope = torch.logspace(-2, 1, count) if seed == 0 else torch.logspace(1, -2, count)
+            slope = (
+                torch.logspace(-2, 1, count, device="cpu")
+                if seed == 0
+                else torch.logspace(1, -2, count, device="cpu")
+            )
             tensor = (drawn * slope * scale).reshape(shape)
             out.append(tensor.to(self._device, self._dtype))
         return out
@@ -490,7 +494,10 @@ def _find_unfit_state(optimizer: Optimizer) -> str:
         settings, _ = settings_of(group)
         for device, dtype, shapes in small_shapes(group["params"]):
             shadow = make_shadow(optimizer)
-            params = [torch.nn.Parameter(torch.ones(shape).to(device, dtype)) for shape in shapes]
+            params = [
+                torch.nn.Parameter(torch.ones(shape, device="cpu").to(device, dtype))
+                for shape in shapes
+            ]
             try:
                 with preserve_rng_state(device):
                     _set_gradients(params, 1)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -36,7 +37,13 @@ Closure = Callable[[], Any] | None
 
 
 class Host(Protocol):
-    """The part of the engine that updates call."""
+    """The part of the engine that updates call.
+
+    Attributes:
+        lock: held while a thread changes the model, its gradients or the optimizer.
+    """
+
+    lock: threading.RLock
 
     @property
     def phase(self) -> Phase:
@@ -299,10 +306,16 @@ class DeferredParameters:
         bucket.due = True
         self.mark(params)
 
-    def remove(self, bucket: Bucket) -> None:
-        """Remove the bucket, which is being updated."""
-        bucket.due = False
-        self.clear(slot.param for slot in bucket.slots)
+    @contextlib.contextmanager
+    def updating(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Update these buckets within the context, whose end other threads wait for."""
+        for bucket in buckets:
+            self.clear(slot.param for slot in bucket.slots)
+        try:
+            yield
+        finally:
+            for bucket in buckets:
+                bucket.due = False
 
     def _make_class(self, plain: Any) -> Any:
         ref = weakref.ref(self)
@@ -389,17 +402,19 @@ class DeferredUpdate(WholeUpdate):
         if not self.in_parts or training.stepper.hooked or training.stepper.arguments.others:
             return self._step_whole(host, closure)
         loss = evaluated(closure)
-        host.recover()
-        slots = training.bucketing.slots
-        coming = host.phase in (Phase.REDUCED, Phase.UNDER_WAY)
-        if not coming or replaced(slots):
-            self._step_whole(host, None)
-            return loss
-        self._steps += 1
-        training.steps.count += 1
-        self._snapshot, self.modes = training.stepper.snapshot(), Modes(training.bucketing.device)
-        host.dispatch(StepCalled())
-        step_outside(training.bucketing.slot_of, training.stepper, self._snapshot)
+        with host.lock:
+            host.recover()
+            slots = training.bucketing.slots
+            coming = host.phase in (Phase.REDUCED, Phase.UNDER_WAY)
+            if not coming or replaced(slots):
+                self._step_whole(host, None)
+                return loss
+            self._steps += 1
+            training.steps.count += 1
+            self._snapshot = training.stepper.snapshot()
+            self.modes = Modes(training.bucketing.device)
+            host.dispatch(StepCalled())
+            step_outside(training.bucketing.slot_of, training.stepper, self._snapshot)
         return loss
 
     def _step_whole(self, host: Host, closure: Closure) -> Any:
@@ -435,18 +450,15 @@ class DeferredUpdate(WholeUpdate):
         together = [bucket, *self._arrived_after(bucket)]
         if not bucket.due:
             return  # dropped by the wait for another bucket
-        for each in together:
-            self._pending.remove(each)
-        with stream.timed("update", bucket=bucket.index):
+        with self._pending.updating(together), stream.timed("update", bucket=bucket.index):
             self._step_on(together)
         self.on_update({each.index for each in together})
 
     def drop(self) -> bool:
         """Drop the due updates; return whether there were any."""
         due = [bucket for bucket in self._training.bucketing.buckets if bucket.due]
-        for bucket in due:
-            self._pending.remove(bucket)
-        return bool(due)
+        with self._pending.updating(due):
+            return bool(due)
 
     def _arrived_after(self, bucket: Bucket) -> list[Bucket]:
         """Return the buckets needed next whose gradients have arrived: one call updates them too.

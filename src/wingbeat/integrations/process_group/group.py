@@ -492,7 +492,7 @@ class ProcessGroupWingbeat(dist.ProcessGroup):  # type: ignore[misc]
             work: Work = self._others.get(device.type).barrier(opts)
             return work
         before = list(self._unsettled)
-        flag = torch.zeros(1, dtype=torch.uint8)
+        flag = torch.zeros(1, dtype=torch.uint8, device="cpu")
         handle = self._collectives(flag).all_reduce(flag) if self.size() > 1 else None
         met = self._work("barrier", handle, [], None, opts)
         return self._work("barrier", Several([*before, met]), [], None, opts) if before else met

@@ -28,7 +28,9 @@ class SparseSum(Background):
     def run(self) -> None:
         """As `Background.run`."""
         with torch.no_grad():
-            counts = self._exchange(torch.tensor([self._tensor._nnz()]), [1] * self._group.size())
+            counts = self._exchange(
+                torch.tensor([self._tensor._nnz()], device="cpu"), [1] * self._group.size()
+            )
             sizes = [int(count) for count in counts]
             indices, values = self._tensor.indices(), self._tensor.values()
             width, each = indices.shape[0], values[:1].numel()
@@ -40,7 +42,9 @@ class SparseSum(Background):
             )
             shape = self._tensor.shape
             parts = [
-                torch.sparse_coo_tensor(i.view(width, n), v.view(n, *values.shape[1:]), shape)
+                torch.sparse_coo_tensor(
+                    i.view(width, n), v.view(n, *values.shape[1:]), shape, device="cpu"
+                )
                 for i, v, n in gathered
             ]
             self._total = functools.reduce(operator.add, parts).coalesce()

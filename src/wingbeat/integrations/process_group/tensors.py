@@ -36,7 +36,7 @@ class Packed:
         elif reads:
             self.flat = torch.cat([flatten(tensor) for tensor in tensors])
         else:
-            self.flat = torch.empty(ends[-1], dtype=tensors[0].dtype)
+            self.flat = torch.empty(ends[-1], dtype=tensors[0].dtype, device="cpu")
 
     def part(self, index: int) -> torch.Tensor:
         """Return the part of the buffer that belongs to a tensor."""
@@ -122,7 +122,7 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor without its gradient function, as one that any thread may write to."""
     if not tensor.is_inference():
         return tensor.detach()
-    plain = torch.empty(0, dtype=tensor.dtype)
+    plain = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return plain.set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )

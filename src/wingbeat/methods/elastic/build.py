@@ -421,7 +421,7 @@ class Recovery:
         """Return the bytes of the source; without ``nbytes``, their number is sent first."""
         mine = self._collectives.world.rank == source
         if nbytes < 0:
-            length = torch.tensor([len(payload)])
+            length = torch.tensor([len(payload)], device="cpu")
             self._collectives.broadcast(length, source, label="length of a state").wait()
             nbytes = int(length)
             if not 0 <= nbytes <= _MAX_HEADER:
@@ -462,7 +462,7 @@ class Recovery:
         """Wait until all members come here, with equal weights."""
         while not self.progress.dropping:
             try:
-                self._collectives.all_reduce(torch.zeros(1)).wait()
+                self._collectives.all_reduce(torch.zeros(1, device="cpu")).wait()
             except PeerError as error:
                 self.recover(error, in_step=False)
             else:

@@ -169,7 +169,7 @@ def _no_average(value: Any, shape: Sequence[int]) -> str:
 
 
 def _draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(dtype)
 
 
 def _refusal(optimizer: torch.optim.Optimizer, why: str) -> UsageError:
@@ -375,7 +375,9 @@ class FlatModel:
         found = 0
         for param in self._frozen:
             found = checksum(local(param), found)
-        self._checksum.copy_(torch.tensor([found >> bit & 1 for bit in range(len(self._checksum))]))
+        self._checksum.copy_(
+            torch.tensor([found >> bit & 1 for bit in range(len(self._checksum))], device="cpu")
+        )
 
     @property
     def frozen_differ(self) -> bool:

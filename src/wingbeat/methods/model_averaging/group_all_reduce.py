@@ -185,7 +185,7 @@ class GroupAllReduce:
         self._begun_ns = time.monotonic_ns() if stream.on else 0
         total = self._sum[inside].copy_(self._buffer[inside])
         if self.weight is not None:
-            weights = torch.tensor([self.weight], dtype=torch.float64)
+            weights = torch.tensor([self.weight], dtype=torch.float64, device="cpu")
             start = functools.partial(collectives.all_reduce, weights)
             lost = self._complete(connection, start, arrival)
             if lost is not None:

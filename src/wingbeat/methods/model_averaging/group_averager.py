@@ -74,11 +74,11 @@ class StateSender:
 def _send_state(inner: World, state: bytes | None) -> None:
     with contextlib.suppress(RuntimeError, WingbeatError), inner:  # the receiver reports errors
         link, peer = inner.links[0], 1 - inner.rank
-        size = torch.tensor([_NO_STATE if state is None else len(state)])
+        size = torch.tensor([_NO_STATE if state is None else len(state)], device="cpu")
         # torch warns about tensors that share the memory of immutable bytes.
         for part in (size, *_chunks(bytearray(state or b""))):
             link.send(part, peer, _TAG).wait(inner.timeout)
-        _receive(link, peer, torch.zeros(1, dtype=torch.int64), inner.timeout)
+        _receive(link, peer, torch.zeros(1, dtype=torch.int64, device="cpu"), inner.timeout)
 
 
 class _StateReceiver(threading.Thread):
@@ -93,7 +93,7 @@ class _StateReceiver(threading.Thread):
     def run(self) -> None:
         link, peer, timeout = self._inner.links[0], 1 - self._inner.rank, self._inner.timeout
         try:
-            size = torch.zeros(1, dtype=torch.int64)
+            size = torch.zeros(1, dtype=torch.int64, device="cpu")
             _receive(link, peer, size, timeout)
             self.size = int(size)
             state = bytearray(self.size if 0 < self.size <= self._limit else 0)

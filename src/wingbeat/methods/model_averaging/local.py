@@ -321,7 +321,11 @@ class LocalUpdate(WholeUpdate):
     def _any(self, found: bool) -> bool:
         """Whether it is true on any rank of the replica; all of them must call this."""
         inside = self._world.inside
-        return found if inside is None else bool(inside.max(torch.tensor(float(found))) > 0)
+        return (
+            found
+            if inside is None
+            else bool(inside.max(torch.tensor(float(found), device="cpu")) > 0)
+        )
 
     def _begin(self, first: int, last: int) -> None:
         self._offer(first, last)

@@ -115,7 +115,7 @@ class ChosenOptimizer:
         sizes: Sequence[int],
         dtype: torch.dtype,
     ) -> None:
-        zero = torch.zeros((), dtype=dtype)
+        zero = torch.zeros((), dtype=dtype, device="cpu")
         # Without memory, until they are parts of the flat model.
         self._params = [torch.nn.Parameter(zero.expand(size)) for size in sizes]
         self._optimizer = optimizer = make(list(self._params))
@@ -183,7 +183,7 @@ class ChosenOptimizer:
                 values = numbers.get(key, [0.0])
                 # Another number of fragments: they have made as many steps, as far as is known.
                 whole = values if len(values) == len(row) else [values[0]] * len(row)
-                row.copy_(torch.tensor(whole))
+                row.copy_(torch.tensor(whole, device="cpu"))
         for number in range(len(self._params)):
             self._restore(number)
 
@@ -426,7 +426,7 @@ class OuterUpdate(LocalUpdate):
             return None
         tokens, steps = self._unmerged.offer(first, last)
         if self._world.replica is not None:
-            counted = torch.tensor([float(tokens)], dtype=torch.float64)
+            counted = torch.tensor([float(tokens)], dtype=torch.float64, device="cpu")
             tokens = int(self._world.replica.sum(counted))
         if steps and not tokens:
             raise UsageError(

@@ -132,14 +132,14 @@ class SliceCoding:
         payload = np.zeros(self.nbytes, np.uint8)  # padding between pieces is sent too
         payload[: len(self.header)] = np.frombuffer(self.header, np.uint8)
         room = torch.from_numpy(payload)[len(self.header) :]
-        kept = None if residual is None else torch.as_tensor(residual)
-        self.coding.encode(torch.as_tensor(values), Span(0, self.numel), room, kept)
+        kept = None if residual is None else torch.as_tensor(residual, device="cpu")
+        self.coding.encode(torch.as_tensor(values, device="cpu"), Span(0, self.numel), room, kept)
         return payload
 
     def decode(self, payload: memoryview, out: torch.Tensor | Array, *, add: bool = False) -> None:
         """Decode a payload with this header into ``out``, or add it."""
         coded = bytes_tensor(payload)[len(self.header) :]
-        self.coding.decode(coded, torch.as_tensor(out), Span(0, self.numel), add=add)
+        self.coding.decode(coded, torch.as_tensor(out, device="cpu"), Span(0, self.numel), add=add)
 
 
 class SliceCodec:

@@ -586,14 +586,14 @@ class ServerUpdate(DividedUpdate):
             self._views.on_new_buffer(bucket)
 
     def _apply_parameters(self, bucket: Bucket) -> None:
-        self._pending.remove(bucket)
         fresh = {slot.index for slot in self._fresh.pop(bucket.index)}
         landing = self._remote.landing.get(bucket.index, bucket.flat)
         end = 0
-        for slot in bucket.slots:
-            start, end = end, end + slot.shape.numel()
-            if slot.index in fresh:
-                local(slot.param.detach()).copy_(landing[start:end].view(slot.shape))
+        with self._pending.updating([bucket]):
+            for slot in bucket.slots:
+                start, end = end, end + slot.shape.numel()
+                if slot.index in fresh:
+                    local(slot.param.detach()).copy_(landing[start:end].view(slot.shape))
         for each in self._plan.owned_in.get(bucket.index, ()):
             each.known.copy_(each.cut(landing))
 

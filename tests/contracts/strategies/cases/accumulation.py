@@ -326,6 +326,30 @@ add(
 )
 
 
+def _joined_with_batch_norm(counts: Callable[[int], int]) -> Callable[[Side], None]:
+    def play(side: Side) -> None:
+        model: Any = nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 3))
+        model, optimizer = side.setup(model, _plain_sgd(model))
+        with side.join(model):
+            train(side, model, optimizer, range(counts(side.rank)))
+
+    return play
+
+
+add(
+    _joined_with_batch_norm(lambda rank: 2 + rank),
+    "join_batch_norm_more_on_each_rank",
+    JOIN,
+    **_LAST,
+)
+add(
+    _joined_with_batch_norm(lambda rank: 5 - rank),
+    "join_batch_norm_fewer_on_each_rank",
+    JOIN,
+    **_LAST,
+)
+
+
 @scenario(JOIN, find_unused=False, state_of="last")
 def join_with_accumulation(side: Side) -> None:
     model = mlp()

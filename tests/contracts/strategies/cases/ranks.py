@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wingbeat.errors import UnevenBatchesError
@@ -41,6 +44,20 @@ def rank_zero_alone_saves(side: Side) -> None:
             file = io.BytesIO()
             torch.save((bare.state_dict(), optimizer.state_dict()), file)
             side.note("saved weight", bare.state_dict()["0.weight"])
+
+
+@scenario()
+def rank_zero_alone_saves_and_copies_before_gradients_are_clipped(side: Side) -> None:
+    bare: Any = mlp()
+    model, optimizer = side.setup(bare, sgd(bare))
+    for step in range(5):
+        optimizer.zero_grad()
+        cross_entropy(model, *side.batch(step)).backward()
+        if side.rank == 0:
+            side.note("saved weight", bare.state_dict()["0.weight"])
+            side.note("copied weight", copy.deepcopy(bare)[0].weight)
+        side.note("norm", side.clip(model, optimizer, 0.1))
+        optimizer.step()
 
 
 @scenario()
@@ -192,3 +209,47 @@ def join_raises_on_all_ranks_when_one_runs_out(rig: Rig) -> None:
     train(side, model, optimizer, range(20, 22))  # and they can go on
     assert_same_on_every_rank(dict(model.state_dict()), "in the next epoch")
     side.leave()
+
+
+@scenario(Grid((2,), ALL, (TINY,)))
+def a_thread_on_rank_zero_reads_the_model_in_training(side: Side) -> None:
+    """As one that writes checkpoints or figures: under DDP it disturbs nothing."""
+    bare: Any = mlp()
+    model, optimizer = side.setup(bare, adamw(bare))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.wait(0.0005):
+            assert all(value.isfinite().all() for value in bare.state_dict().values())
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read) if side.rank == 0 and side.is_subject else None
+        try:
+            for step in range(60):
+                train(side, model, optimizer, [step])
+                schedule.step()
+        finally:
+            done.set()
+        if reading is not None:
+            reading.result()
+
+
+class InThreads(nn.Module):
+    """Runs its branches in threads of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(mlp(classes=8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(3) as pool:
+            out: Tensor = self.head(sum(pool.map(lambda branch: branch(x), self.branches)))
+        return out
+
+
+@scenario(Grid((2,), ALL))
+def branches_of_a_forward_in_threads(side: Side) -> None:
+    model: Any = InThreads()
+    train(side, *side.setup(model, adamw(model)), range(20))
