@@ -16,7 +16,8 @@ from wingbeat.methods.model_averaging.rules import Rules
 from wingbeat.methods.model_averaging.service import GeneratorConfig
 from wingbeat.schema import parse_json
 from wingbeat.transport import hosted_services
-from wingbeat.transport.hosted_services import ServiceHost, request_service
+from wingbeat.transport.hosted_services import ServiceHost, ServiceRequest, request_service
+from wingbeat.transport.served_store import StoreUnavailable
 from wingbeat.transport.services import ServiceConfig
 from wingbeat.transport.torch_store import Authenticator, ColumnStore, TorchStore
 
@@ -138,3 +139,35 @@ def test_request_that_is_not_served_fails_with_what_to_do(monkeypatch: pytest.Mo
     root = dist.HashStore()
     with pytest.raises(RendezvousError, match=r"generator .* serve it by `wingbeat store`"):
         request_service(root, CONFIG, part(root, None))
+
+
+@pytest.mark.parametrize("failing", ["compare_set", "set"])
+def test_store_that_is_full_or_does_not_answer_ends_no_host_of_services(failing: str) -> None:
+    """Each request is served once, and later ones when the store answers again."""
+
+    class Failing:
+        fails = False
+
+        def __init__(self, inner: dist.Store) -> None:
+            self.inner = inner
+
+        def under(self, prefix: str) -> Failing:
+            return Failing(dist.PrefixStore(prefix, self.inner))
+
+        def __getattr__(self, name: str) -> Any:
+            if name == failing and Failing.fails:
+                raise StoreUnavailable("the store is full")
+            return getattr(self.inner, name)
+
+    root = dist.HashStore()
+    host, own = host_of(Failing(root)), part(root, None)  # type: ignore[arg-type]
+    request(host, root, own)
+    Failing.fails = True
+    again = ServiceRequest(CONFIG.module, CONFIG.to_json(), "jobs/a", "", "2")
+    root.set("wingbeat/services/1", json.dumps(again))
+    host.poll()
+    Failing.fails = False
+    host.poll()
+    assert len(host.running) == 2
+    request(host, root, own)
+    assert len(host.running) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -165,16 +166,18 @@ def test_port_in_use_is_refused_in_one_line() -> None:
 def test_missing_store_is_refused_with_the_command_to_start_it() -> None:
     served = StoreServer(0)
     here = ReplicaSettings(0, 2, "127.0.0.1", served.port)
-    assert replica_jobs.reach_store(here, 0, 5.0).check(["nothing"]) is False
+    assert replica_jobs.reach_store(here, 0, 5.0, None).check(["nothing"]) is False
     served.close()
     words = rf"rank 1 did not reach the store at 127.0.0.1:{here.port} \(WINGBEAT_STORE\) after .*"
     with pytest.raises(RendezvousError, match=words + "`wingbeat store --port"):
-        replica_jobs.reach_store(here, 1, 0.5)
+        replica_jobs.reach_store(here, 1, 0.5, None)
 
 
-def test_store_verb_serves_until_it_is_terminated() -> None:
+def test_store_verb_serves_clients_with_its_key_until_it_is_terminated() -> None:
+    key = "a key of a job, long enough"
     process = subprocess.Popen(
         [sys.executable, "-m", "wingbeat.cli.main", "store", "--port", "0"],
+        env={**os.environ, "WINGBEAT_JOB_KEY": key},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -183,7 +186,10 @@ def test_store_verb_serves_until_it_is_terminated() -> None:
         assert process.stdout is not None
         line = process.stdout.readline()
         port = int(line.removeprefix("wingbeat store: serving at port "))
-        store = replica_jobs.reach_store(ReplicaSettings(0, 2, "127.0.0.1", port), 0, 10.0)
+        here = ReplicaSettings(0, 2, "127.0.0.1", port)
+        with pytest.raises(UsageError, match="has another job key"):
+            replica_jobs.reach_store(here, 0, 10.0, None)
+        store = replica_jobs.reach_store(here, 0, 10.0, key.encode())
         store.set("key", "value")
         assert store.compare_set("key", "", "other") == b"value"
         process.send_signal(signal.SIGTERM)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import other_user
 from helpers.ports import free_port
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import served_store
@@ -182,13 +185,106 @@ def test_content_from_before_a_reboot_is_dropped(
     assert "its content may be incomplete, and is dropped" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["{\n", '["wingbeat store 0", "a", "b"]\n', "[1]\n", "\0\n"])
-def test_file_that_is_no_journal_is_refused_and_unchanged(text: str, tmp_path: Path) -> None:
+NO_JOURNAL = [
+    b"{\n",
+    b'["wingbeat store 0", "a", "b"]\n',
+    b"[1]\n",
+    b"\0\n",
+    b"a secret without a line feed",
+    b'["wingbeat stor2',
+    b"\xff\xfe\n",
+    b"[" * 100_000 + b"\n",
+]
+
+
+@pytest.mark.parametrize("text", NO_JOURNAL, ids=lambda text: repr(text[:12]))
+def test_file_that_is_no_journal_is_refused_and_unchanged(text: bytes, tmp_path: Path) -> None:
     file = tmp_path / "file"
-    file.write_text(text)
+    file.write_bytes(text)
+    file.chmod(0o600)
     with pytest.raises(UsageError, match="this is not a journal of `wingbeat store`"):
         StoreServer(0, file)
-    assert file.read_text() == text
+    assert file.read_bytes() == text
+
+
+def test_first_line_of_a_killed_server_may_be_incomplete(serve: Serve, tmp_path: Path) -> None:
+    journal = tmp_path / "store.journal"
+    client(serve(0, journal)).set("key", "value")
+    first = journal.read_bytes().partition(b"\n")[0]
+    for place in (0, 3, len(first) - 1):
+        torn = tmp_path / f"{place}.journal"
+        torn.write_bytes(first[:place])
+        torn.chmod(0o600)
+        assert not client(serve(0, torn)).check(["key"])
+
+
+@pytest.mark.parametrize("how", ["others may read it", "a pipe", "a link to another's file"])
+def test_journal_that_others_have_access_to_is_refused(how: str, tmp_path: Path) -> None:
+    journal = tmp_path / "store.journal"
+    if how == "a pipe":
+        os.mkfifo(journal, 0o600)
+    elif how == "others may read it":
+        journal.touch(mode=0o644)
+    else:
+        journal.symlink_to("/etc/passwd")
+    why = r"not a file of this user alone: chmod 600|Permission denied"
+    with pytest.raises(UsageError, match=why) as raised:
+        StoreServer(0, journal)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@other_user.needs_root
+def test_journal_that_another_user_has_created_first_is_refused(shared_folder: Path) -> None:
+    journal = shared_folder / "store.journal"
+    assert other_user.run(lambda: journal.touch(mode=0o600)) == "None"
+    with pytest.raises(UsageError, match=r"this user alone|Permission denied"):
+        StoreServer(0, journal)
+    assert journal.read_bytes() == b""
+
+
+def test_journal_is_written_anew_once_it_has_outgrown_its_content(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports of workers replace each other every second, for weeks."""
+    monkeypatch.setattr(served_store, "_COMPACT_BYTES", 10_000)
+    journal = tmp_path / "store.journal"
+    server = serve(0, journal)
+    store = client(server)
+    store.set("first", "value")
+    for number in range(100):
+        store.set("report", f"{number} " + "r" * 1000)
+        store.set("deleted", "value")
+        store.delete_key("deleted")
+        assert journal.stat().st_size < 16_000
+    assert journal.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(UsageError, match="another `wingbeat store` uses this file"):
+        StoreServer(0, journal)
+    server.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["store.journal"]
+    store = client(serve(0, journal))
+    assert store.compare_set("first", "?", "?") == b"value"
+    assert store.compare_set("report", "?", "?").startswith(b"99 rrr")
+    assert not store.check(["deleted"])
+
+
+def test_journal_that_cannot_be_written_anew_grows_further(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @contextlib.contextmanager
+    def fails(path: Path) -> Iterator[None]:
+        raise UsageError(f"cannot write {path}: No space left on device")
+        yield
+
+    monkeypatch.setattr(served_store, "_COMPACT_BYTES", 1_000)
+    monkeypatch.setattr(served_store, "replacing", fails)
+    journal = tmp_path / "store.journal"
+    server = serve(0, journal)
+    store = client(server)
+    for number in range(10):
+        store.set("key", f"{number} " + "r" * 1000)
+    server.close()
+    assert "No space left on device; it grows further" in caplog.text
+    assert client(serve(0, journal)).compare_set("key", "?", "?").startswith(b"9 r")
 
 
 def test_journal_of_a_running_server_is_refused(serve: Serve, tmp_path: Path) -> None:
@@ -206,7 +302,7 @@ def test_journal_that_cannot_be_written_is_deleted(
     assert server._journal is not None
     assert server._journal._file is not None
     server._journal._file.close()
-    server._journal._file = open("/dev/full", "w")  # noqa: SIM115
+    server._journal._file = open("/dev/full", "wb")  # noqa: SIM115
     store = client(server)
     store.set("key", "value")
     assert store.check(["key"])
@@ -245,7 +341,7 @@ def test_malformed_request_ends_its_connection_only(serve: Serve, line: bytes) -
 def test_full_server_refuses_values_and_continues(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served_store, "MAX_BYTES", 100)
+    monkeypatch.setattr(served_store, "MAX_BYTES", 300)
     store = client(serve())
     store.set("key", "v" * 80)
     with pytest.raises(StoreUnavailable, match="the store is full"):
@@ -279,7 +375,7 @@ def test_silent_server_fails_a_request_after_its_deadline(
 
         def greet() -> None:
             peer = listener.accept()[0]
-            peer.sendall(b'["wingbeat store 1", "a"]\n')
+            peer.sendall(b'["wingbeat store 2", "a", ""]\n')
             listener.close()
             time.sleep(1.0)
             peer.close()

@@ -66,8 +66,8 @@ def store(
     key, ending = job_key(os.environ), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ending.set())
-    served = StoreServer(port, journal)
-    own = RemoteStore("127.0.0.1", served.port, 10.0)
+    served = StoreServer(port, journal, key)
+    own = RemoteStore("127.0.0.1", served.port, 10.0, key)
     host = ServiceHost(own, key, {GeneratorConfig.module: generator})
     print(f"wingbeat store: serving at port {served.port}", flush=True)
     while not ending.wait(_POLL_S):

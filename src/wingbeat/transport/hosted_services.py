@@ -7,6 +7,7 @@ the part of the store that the request names.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -16,6 +17,7 @@ from typing import Annotated, NamedTuple
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.observe.log import log
 from wingbeat.schema import MalformedMessage, Text, parse_json, printable
+from wingbeat.transport.served_store import StoreUnavailable
 from wingbeat.transport.services import ProcessService, Service, ServiceConfig
 from wingbeat.transport.text import first_line
 from wingbeat.transport.torch_store import Authenticator, RawStore, TorchStore, job_key, part_of
@@ -122,17 +124,23 @@ class ServiceHost:
             log.info("%s", service.ended())
             service.close(0.0)
             self.running.remove(service)
-        while (text := self._read()) is not None:
-            number, answer = self._next, _STARTED
-            self._next += 1
-            if self._requests.has(_answer(number)):
-                continue  # of a former process, whose journal this store has restored
-            try:
-                self._serve(parse_json(ServiceRequest, text, "a request"))
-            except (MalformedMessage, UsageError, OSError, RuntimeError) as error:
-                answer = first_line(error)
-                log.warning("a requested service is not started: %s", answer)
-            self._requests.set(_answer(number), answer)
+        with contextlib.suppress(StoreUnavailable):  # full, or too busy to answer in time
+            while (text := self._read(_name(self._next))) is not None:
+                self._answer(text)
+
+    def _answer(self, text: str) -> None:
+        place, answer = _answer(self._next), _STARTED
+        # A former process has answered, whose journal this store has restored.
+        answered = self._read(place) is not None
+        self._next += 1
+        if answered:
+            return
+        try:
+            self._serve(parse_json(ServiceRequest, text, "a request"))
+        except (MalformedMessage, UsageError, OSError, RuntimeError) as error:
+            answer = first_line(error)
+            log.warning("a requested service is not started: %s", answer)
+        self._requests.set(place, answer)
 
     def close(self) -> None:
         """End all services."""
@@ -140,9 +148,9 @@ class ServiceHost:
             service.kill()
         self.running.clear()
 
-    def _read(self) -> str | None:
+    def _read(self, key: str) -> str | None:
         try:
-            return self._requests.peek(_name(self._next))
+            return self._requests.peek(key)
         except TimeoutError:  # rejected: a worker with the job's key overwrites it
             return None
 

@@ -414,7 +414,7 @@ def _init_replica(
     # Without the number of restarts: a restarted replica reads what its former processes read.
     name = os.environ.get(launchers.JOB, "")
     prefix = f"wingbeat/replicas/{name}/{place.rpartition('/')[2]}"
-    root = replica_jobs.reach_store(settings, rank, timeout)
+    root = replica_jobs.reach_store(settings, rank, timeout, key)
     shared = root.under(prefix)
     store = TorchStore(shared, None if key is None else Authenticator(key, prefix), prefix)
     replica_jobs.check_counts(store, settings, torch_size)

@@ -117,11 +117,16 @@ def refuse_unequal(answers: Sequence[Sequence[object]]) -> None:
 # -- the store ----------------------------------------------------------------------------
 
 
-def reach_store(settings: ReplicaSettings, rank: int, seconds: float) -> RemoteStore:
-    """Return a connection to the store; a `RendezvousError` if it is not reached in ``seconds``."""
+def reach_store(
+    settings: ReplicaSettings, rank: int, seconds: float, key: bytes | None
+) -> RemoteStore:
+    """Return a connection to the store, with the job's key.
+
+    A `RendezvousError` if it is not reached in ``seconds``, a `UsageError` if it has another key.
+    """
     begin = time.monotonic()
     try:
-        return RemoteStore(settings.host, settings.port, seconds)
+        return RemoteStore(settings.host, settings.port, seconds, key)
     except RendezvousError as error:
         raise RendezvousError(
             f"rank {rank} did not reach the store at {settings.where} after "

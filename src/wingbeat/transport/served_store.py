@@ -7,7 +7,7 @@ of its content. A server that restores its journal has the same name; under anot
 fails for good, as others may have read what is lost.
 
 Requests and answers are lines of JSON (`StoreServer`). Values are text, and writers with a job key
-sign them (`torch_store`).
+sign them (`torch_store`). With a job key both ends of a connection prove that they have it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import hmac
 import json
 import os
 import secrets
 import socket
+import stat
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from wingbeat.errors import RendezvousError, UsageError
+from wingbeat.files import replacing
 from wingbeat.observe.log import log
+from wingbeat.schema import excerpt, printable
 from wingbeat.transport import descriptors
 from wingbeat.transport.text import first_line
 
@@ -45,8 +51,30 @@ REQUEST_S = 5.0
 _RETRY_S = 0.5
 """Seconds between two attempts to connect."""
 
-_FORMAT = "wingbeat store 1"
+_LINE_S = 30.0
+"""Seconds for a client to send a whole request, and to read a whole answer."""
+
+_PROOF_S = 10.0
+"""Seconds for a client to prove that it has the job's key."""
+
+_MAX_STRANGERS = 64
+"""Connections that have not proved it; one more closes another one."""
+
+_MAX_WARNINGS = 64
+"""Addresses whose refused connections and requests are logged."""
+
+_MAX_PENDING = 256 << 20
+"""Maximum bytes of the incomplete requests of all clients, and of the answers to all of them."""
+
+_COMPACT_BYTES = 64 << 20
+"""Bytes of a journal beside its content from which it is written anew."""
+
+_FORMAT = "wingbeat store 2"
+_JOURNAL = "wingbeat store 1"
 _LINE_BYTES = 6 * MAX_VALUE_BYTES + 4 * MAX_KEY_CHARS  # JSON may escape each character
+_SHORT_BYTES = 1024
+"""Maximum bytes of a line of the greeting."""
+
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -72,13 +100,18 @@ class Content:
         """Set a value."""
         self.delete(key)
         self.values[key] = value
-        self.nbytes += len(key) + len(value)
+        self.nbytes += _nbytes(key, value)
 
     def delete(self, key: str) -> bool:
         """Delete a value; return whether there was one."""
         before = self.values.pop(key, None)
-        self.nbytes -= 0 if before is None else len(key) + len(before)
+        self.nbytes -= 0 if before is None else _nbytes(key, before)
         return before is not None
+
+
+def _nbytes(key: str, value: str) -> int:
+    """Return the memory of an entry: a character takes up to four bytes."""
+    return sys.getsizeof(key) + sys.getsizeof(value)
 
 
 class Journal:
@@ -93,11 +126,18 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._size, self._compact_at = 0, _COMPACT_BYTES
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            self._file = os.fdopen(descriptor, "r+", encoding="utf-8", newline="\n")
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o600)
+            if not _is_private(descriptor):
+                os.close(descriptor)
+                raise UsageError(
+                    f"--journal {path}: this is not a file of this user alone: chmod 600 it, or "
+                    "name another file"
+                )
+            self._file = os.fdopen(descriptor, "r+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
@@ -107,20 +147,23 @@ class Journal:
             raise UsageError(f"--journal {path}: {error.strerror}: name another file") from None
         self.content = self._restore(self._file)
 
-    def _restore(self, file: TextIO) -> Content:
+    def _restore(self, file: BinaryIO) -> Content:
         """Read the file; begin a new content if it is empty or from before a reboot."""
-        file.seek(0)
-        lines = file.read().split("\n")
-        complete = lines[:-1]  # the process may have ended while it wrote the last one
-        if not complete:
-            return self._begin(Content())
         try:
-            kind, name, boot = json.loads(complete[0])
-            if kind != _FORMAT:
+            complete = _complete_lines(file)
+            first = next(complete, None)
+            if first is None:
+                file.seek(0)
+                if not _begins_alike(file.read(_SHORT_BYTES), json.dumps([_JOURNAL, ""])[:-2]):
+                    raise ValueError
+                return self._begin(Content())
+            kind, name, boot = json.loads(first)
+            if kind != _JOURNAL:
                 raise ValueError
-            content = Content(str(name))
-            for line in complete[1:]:
+            content, self._size = Content(str(name)), len(first)
+            for line in complete:
                 _apply(content, json.loads(line))
+                self._size += len(line)
         except (ValueError, TypeError, RecursionError):
             raise UsageError(
                 f"--journal {self._path}: this is not a journal of `wingbeat store`: name another "
@@ -132,23 +175,25 @@ class Journal:
                 "incomplete, and is dropped", self._path,
             )  # fmt: skip
             return self._begin(Content())
-        if lines[-1]:
-            file.truncate(len("\n".join(complete).encode()) + 1)
+        self._compact_at += self._size
+        file.truncate(self._size)  # the process may have ended while it wrote the last line
         log.info("%d values were restored from %s", len(content.values), self._path)
         return content
 
     def _begin(self, content: Content) -> Content:
         assert self._file is not None
         self._file.truncate(0)
-        self.write([_FORMAT, content.name, _boot()])
+        self._size, self.content = 0, content
+        self.write([_JOURNAL, content.name, _boot()])
         return content
 
     def write(self, change: Sequence[str]) -> None:
         """Append a change. A file that cannot be written is deleted: it is not restored."""
         if self._file is None:
             return
+        line = _line(change)
         try:
-            self._file.write(json.dumps(change) + "\n")
+            self._file.write(line)
             self._file.flush()
         except OSError as error:
             log.warning(
@@ -158,6 +203,30 @@ class Journal:
             with contextlib.suppress(OSError):
                 self._path.unlink()
             self.close()
+            return
+        self._size += len(line)
+        if self._size > self._compact_at:
+            self._compact()
+            self._compact_at = 2 * self._size + _COMPACT_BYTES
+
+    def _compact(self) -> None:
+        """Replace the file by one with the present content alone."""
+        kept, size = -1, 0
+        try:
+            with replacing(self._path) as draft:
+                os.fchmod(draft.fileno(), 0o600)
+                fcntl.flock(draft, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                kept = os.dup(draft.fileno())
+                content = self.content
+                for line in ([_JOURNAL, content.name, _boot()], *content.values.items()):
+                    size += draft.write(_line(line))
+        except UsageError as error:
+            log.warning("%s; it grows further", error)
+            if kept >= 0:
+                os.close(kept)
+            return
+        self.close()
+        self._file, self._size = os.fdopen(kept, "ab"), size
 
     def close(self) -> None:
         """Close the file."""
@@ -165,6 +234,28 @@ class Journal:
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def _line(change: Sequence[str]) -> bytes:
+    return json.dumps(change).encode() + b"\n"
+
+
+def _is_private(descriptor: int) -> bool:
+    """Whether this is a file of this user alone: another one may have created its name first."""
+    found = os.fstat(descriptor)
+    own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return own and not found.st_mode & 0o007
+
+
+def _complete_lines(file: BinaryIO) -> Iterator[bytes]:
+    file.seek(0)
+    while (line := file.readline(_LINE_BYTES)).endswith(b"\n"):
+        yield line
+
+
+def _begins_alike(data: bytes, text: str) -> bool:
+    """Whether the shorter one is the beginning of the other."""
+    return data[: len(text)] == text.encode()[: len(data)]
 
 
 def _boot() -> str:
@@ -199,27 +290,31 @@ class StoreServer:
     - ``["delete", key]``: whether there was a value.
 
     A refused request has the answer ``{"error": text}``, and the connection ends. The first line
-    that a client reads is the format and the content's name.
+    that a client reads is the format, the content's name and a nonce, which is empty without a key.
+    With one, the client's first line is ``["prove", nonce, tag]`` and its answer a tag (`_tag`).
 
     Args:
         port: TCP port; 0: any free one.
         journal: the file of changes; None: the content ends with the process.
+        key: the job's key, which all clients need; None without one.
 
     Raises:
         UsageError: the port or the journal cannot be used.
     """
 
-    def __init__(self, port: int, journal: Path | None = None) -> None:
+    def __init__(self, port: int, journal: Path | None = None, key: bytes | None = None) -> None:
         descriptors.raise_limit()
+        self._key = key
         self._journal = None if journal is None else Journal(journal)
         self._content = Content() if self._journal is None else self._journal.content
+        self._clients: dict[_Client, None] = {}  # ordered by arrival
+        self._pending = 0  # bytes of incomplete requests
+        self._unread = 0  # bytes of answers that clients have not read
+        self._warned: set[str] = set()
         listener = _listen(port)
         self.port = int(listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()
-        self._server = self._loop.run_until_complete(
-            asyncio.start_server(self._serve, sock=listener, limit=_LINE_BYTES)
-        )
-        self._clients: set[asyncio.StreamWriter] = set()
+        self._server, self._room = self._loop.run_until_complete(self._start(listener))
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="wingbeat-store", daemon=True
         )
@@ -227,36 +322,131 @@ class StoreServer:
 
     def close(self) -> None:
         """End the server and its connections."""
-        self._loop.call_soon_threadsafe(self._end)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         if self._journal is not None:
             self._journal.close()
 
-    def _end(self) -> None:
+    async def _start(self, listener: socket.socket) -> tuple[asyncio.Server, asyncio.Condition]:
+        return await asyncio.start_server(self._serve, sock=listener), asyncio.Condition()
+
+    async def _end(self) -> None:
         self._server.close()
-        for writer in list(self._clients):
-            writer.transport.abort()
-        # Once the handlers of the connections have ended.
-        self._loop.call_later(0.05, self._loop.stop)
+        serving = asyncio.all_tasks() - {asyncio.current_task()}
+        for client in self._clients:
+            client.abort()
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._clients.add(writer)
-        _keep_alive(writer.get_extra_info("socket"))
+        client = _Client(reader, writer)
+        self._clients[client] = None
         try:
-            _send(writer, [_FORMAT, self._content.name])
-            while line := await reader.readline():
-                try:
-                    _send(writer, self._answer(json.loads(line)))
-                except (ValueError, RecursionError) as error:
-                    _send(writer, {"error": first_line(error)})
-                    break
-                await writer.drain()
-        except (OSError, ValueError, asyncio.CancelledError):  # it has ended, or a line is too long
+            _keep_alive(writer.get_extra_info("socket"))
+            if await self._greet(client):
+                while (line := await self._read_line(client, _LINE_BYTES)) is not None:
+                    await self._send(client, self._answer(json.loads(line)))
+        except (OSError, asyncio.CancelledError):  # it has ended
             pass
+        except (ValueError, RecursionError) as error:
+            await self._refuse(client, "a request", printable(first_line(error)[:_SHORT_BYTES]))
         finally:
-            self._clients.discard(writer)
             writer.close()
+            self._pending -= len(client.data)
+            del self._clients[client]
+
+    async def _greet(self, client: _Client) -> bool:
+        """Send the name of the content; return whether the client has the key."""
+        if self._key is None:
+            client.proved = True
+            await self._send(client, [_FORMAT, self._content.name, ""])
+            return True
+        self._drop_stranger()
+        words = self._content.name, secrets.token_hex(32)
+        with client.deadline(_PROOF_S):
+            await self._send(client, [_FORMAT, *words])
+            line = await self._read_line(client, _SHORT_BYTES)
+        if line is None:
+            return False
+        match json.loads(line):
+            case ["prove", str(own), str(tag)]:
+                expected = _tag(self._key, "connect", *words, own)
+                client.proved = hmac.compare_digest(tag.encode("utf-8", "replace"), expected)
+                if client.proved:
+                    await self._send(client, _tag(self._key, "accept", *words, own).decode())
+        if not client.proved:
+            await self._refuse(client, "a connection", "it does not have this job's key")
+        return client.proved
+
+    def _drop_stranger(self) -> None:
+        """Keep few connections without a proof: close the oldest of the most frequent address."""
+        strangers = [each for each in self._clients if not (each.proved or each.ended)]
+        if len(strangers) > _MAX_STRANGERS:
+            counts = Counter(each.address for each in strangers)
+            max(strangers, key=lambda each: counts[each.address]).abort()
+
+    async def _refuse(self, client: _Client, what: str, why: str) -> None:
+        """Send and log why a client is refused."""
+        if client.address not in self._warned and len(self._warned) < _MAX_WARNINGS:
+            self._warned.add(client.address)
+            log.warning("%s of %s is refused: %s", what, client.address, why)
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await self._send(client, {"error": why})
+
+    async def _read_line(self, client: _Client, most: int) -> bytes | None:
+        """Return the next line of a client; None if it has closed the connection.
+
+        A ValueError if the line exceeds ``most`` bytes. An incomplete line has a deadline, and all
+        together have a limit: if they exceed it, the longest one's connection is closed.
+        """
+        with contextlib.ExitStack() as stack:
+            limited = False
+            while (end := client.data.find(b"\n", client.scanned)) < 0:
+                client.scanned = len(client.data)
+                if client.scanned > most:
+                    raise ValueError(f"more than {most} bytes without a line feed")
+                if client.data and not limited:
+                    limited = True
+                    stack.enter_context(client.deadline(_LINE_S))
+                more = await client.reader.read(1 << 16)
+                if not more:
+                    return None
+                client.data += more
+                self._pending += len(more)
+                if self._pending > _MAX_PENDING:
+                    self._drop(max(self._clients, key=lambda each: len(each.data)))
+        line = bytes(client.data[:end])
+        del client.data[: end + 1]
+        client.scanned, self._pending = 0, self._pending - end - 1
+        return line
+
+    def _drop(self, client: _Client) -> None:
+        """Close a connection, and free the memory of its incomplete request."""
+        client.abort()
+        self._pending -= len(client.data)
+        client.data.clear()
+
+    async def _send(self, client: _Client, answer: Any) -> None:
+        """Send an answer, after others if too much waits for clients to read it."""
+        nbytes = len(answer) if isinstance(answer, str) else _SHORT_BYTES
+        async with self._room:
+            await self._room.wait_for(
+                lambda: not self._unread or self._unread + nbytes <= _MAX_PENDING
+            )
+            self._unread += nbytes
+        try:
+            if client.ended:
+                raise ConnectionResetError
+            with client.deadline(_LINE_S):
+                client.writer.write(json.dumps(answer).encode() + b"\n")
+                await client.writer.drain()
+        finally:
+            self._unread -= nbytes
+            async with self._room:
+                self._room.notify_all()
 
     def _answer(self, request: Any) -> Any:
         content = self._content
@@ -274,12 +464,12 @@ class StoreServer:
                 if found := content.delete(key):
                     self._write([key])
                 return found
-        raise ValueError("not a request")
+        raise ValueError(f"not a request: {excerpt(request)}")
 
     def _set(self, key: str, value: str) -> None:
         if len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_BYTES:
             raise ValueError(f"{len(key)} characters of a key, {len(value)} of a value")
-        if self._content.nbytes + len(key) + len(value) > MAX_BYTES:
+        if self._content.nbytes + _nbytes(key, value) > MAX_BYTES:
             raise ValueError(f"the store is full: {MAX_BYTES} bytes")
         self._content.set(key, value)
         self._write([key, value])
@@ -287,6 +477,41 @@ class StoreServer:
     def _write(self, change: Sequence[str]) -> None:
         if self._journal is not None:
             self._journal.write(change)
+
+
+class _Client:
+    """A connection of a server: what has arrived of the next line, and its deadline."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.address = str((writer.get_extra_info("peername") or ["an unknown address"])[0])
+        self.data, self.scanned = bytearray(), 0
+        self.proved = False
+        writer.transport.set_write_buffer_limits(0)  # `drain` waits until everything is read
+
+    @property
+    def ended(self) -> bool:
+        """Whether the connection has ended, or is about to."""
+        return self.writer.transport.is_closing()
+
+    @contextlib.contextmanager
+    def deadline(self, seconds: float) -> Iterator[None]:
+        """End the connection after so many seconds, unless this ends before."""
+        timer = asyncio.get_running_loop().call_later(seconds, self.abort)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def abort(self) -> None:
+        """End the connection."""
+        self.writer.transport.abort()
+
+
+def _tag(key: bytes, role: str, *words: str) -> bytes:
+    """Return the proof of an end in ``role``: words are the content's name and both nonces."""
+    signed = b"wingbeat store/" + json.dumps([role, *words]).encode()
+    return hmac.new(key, signed, "sha256").hexdigest().encode()
 
 
 def _listen(port: int) -> socket.socket:
@@ -303,10 +528,6 @@ def _listen(port: int) -> socket.socket:
         ) from None
 
 
-def _send(writer: asyncio.StreamWriter, value: Any) -> None:
-    writer.write(json.dumps(value).encode() + b"\n")
-
-
 def _keep_alive(sock: socket.socket) -> None:
     """Let a connection to a host that does not respond end after about half a minute."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -319,11 +540,15 @@ def _keep_alive(sock: socket.socket) -> None:
 # -- client -------------------------------------------------------------------------------
 
 
+class _OtherKeyError(StoreUnavailable):
+    """The ends of a connection have different job keys, or one has none."""
+
+
 class _Connection:
     """A client's connection to a server, which it renews. Thread-safe."""
 
-    def __init__(self, host: str, port: int, seconds: float) -> None:
-        self._host, self._port = host, port
+    def __init__(self, host: str, port: int, seconds: float, key: bytes | None) -> None:
+        self._host, self._port, self._key = host, port, key
         self._lock = threading.Lock()
         self._name, self._lost, self._closed = "", "", False
         self._socket: socket.socket | None = None
@@ -333,7 +558,9 @@ class _Connection:
             try:
                 self._socket = self._connect(max(0.1, min(left, REQUEST_S)))
                 return
-            except (OSError, ValueError) as error:
+            except _OtherKeyError as error:
+                raise UsageError(str(error)) from None
+            except (OSError, ValueError, RecursionError) as error:
                 if left <= _RETRY_S:
                     raise RendezvousError(first_line(error)) from None
             time.sleep(_RETRY_S / 5)
@@ -344,15 +571,17 @@ class _Connection:
         with self._lock:
             if self._socket is None:
                 raise StoreUnavailable(self._lost)
+            deadline = time.monotonic() + REQUEST_S
             try:
                 self._socket.settimeout(REQUEST_S)
                 self._socket.sendall(line)
-                answer = json.loads(self._read_line(self._socket))
-            except (OSError, ValueError) as error:
+                answer = json.loads(self._read_line(self._socket, _LINE_BYTES, deadline))
+            except (OSError, ValueError, RecursionError) as error:
                 self._lose(error)
                 raise StoreUnavailable(self._lost) from None
         if isinstance(answer, dict):
-            raise StoreUnavailable(f"the store refuses {fields[1]!r:.80}: {answer.get('error')}")
+            why = printable(str(answer.get("error"))[:_SHORT_BYTES])
+            raise StoreUnavailable(f"the store refuses {fields[1]!r:.80}: {why}")
         return answer
 
     def close(self) -> None:
@@ -365,14 +594,17 @@ class _Connection:
 
     def _connect(self, seconds: float) -> socket.socket:
         """Connect and read the name of the content; an OSError or ValueError if it fails."""
+        deadline = time.monotonic() + seconds
         sock = socket.create_connection((self._host, self._port), seconds)
         try:
             _keep_alive(sock)
-            self._rest = b""
-            greeting = json.loads(self._read_line(sock))
-            if not isinstance(greeting, list) or greeting[:1] != [_FORMAT] or len(greeting) != 2:
-                raise ValueError("another program, or another version, answers there")
-            name = str(greeting[1])
+            self._rest = bytearray()
+            greeting = json.loads(self._read_line(sock, _SHORT_BYTES, deadline))
+            match greeting:
+                case [kind, str(name), str(nonce)] if kind == _FORMAT:
+                    self._prove(sock, name, nonce, deadline)
+                case _:
+                    raise ValueError("another program, or another version, answers there")
             if self._name and name != self._name:
                 self._lost = (
                     f"`wingbeat store` at {self._host}:{self._port} was started again without its "
@@ -385,15 +617,39 @@ class _Connection:
             sock.close()
             raise
 
-    def _read_line(self, sock: socket.socket) -> bytes:
-        while b"\n" not in self._rest:
+    def _prove(self, sock: socket.socket, name: str, nonce: str, deadline: float) -> None:
+        """Prove to the server that this client has the key, and have it do the same."""
+        if self._key is not None and nonce:
+            own = secrets.token_hex(32)
+            tag = _tag(self._key, "connect", name, nonce, own).decode()
+            sock.sendall(json.dumps(["prove", own, tag]).encode() + b"\n")
+            answer = json.loads(self._read_line(sock, _SHORT_BYTES, deadline))
+            expected = _tag(self._key, "accept", name, nonce, own)
+            if hmac.compare_digest(str(answer).encode("utf-8", "replace"), expected):
+                return
+        elif self._key is None and not nonce:
+            return
+        raise _OtherKeyError(
+            f"`wingbeat store` at {self._host}:{self._port} has another job key, or one of both "
+            "has none: set the same WINGBEAT_JOB_KEY for it and for all workers, or for none"
+        )
+
+    def _read_line(self, sock: socket.socket, most: int, deadline: float) -> bytes:
+        scanned = 0
+        while (end := self._rest.find(b"\n", scanned)) < 0:
+            scanned = len(self._rest)
+            if scanned > most:
+                raise ValueError("another program answers there")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            sock.settimeout(left)
             more = sock.recv(1 << 16)
             if not more:
                 raise ConnectionResetError("it has ended")
             self._rest += more
-            if len(self._rest) > _LINE_BYTES:
-                raise ValueError("another program answers there")
-        line, _, self._rest = self._rest.partition(b"\n")
+        line = bytes(self._rest[:end])
+        del self._rest[: end + 1]
         return line
 
     def _lose(self, error: Exception) -> None:
@@ -411,32 +667,32 @@ class _Connection:
     def _renew(self) -> None:
         while not self._closed:
             time.sleep(_RETRY_S)
-            with contextlib.suppress(OSError, ValueError):
-                try:
-                    found = self._connect(REQUEST_S)
-                except StoreUnavailable as error:
-                    log.warning(
-                        "%s; training continues, and no worker can rejoin", first_line(error)
-                    )
-                    return
-                with self._lock:
-                    self._socket = found
-                log.warning("`wingbeat store` at %s:%d answers again", self._host, self._port)
+            try:
+                found = self._connect(REQUEST_S)
+            except (OSError, ValueError, RecursionError, _OtherKeyError):
+                continue  # another program may have its port until it is started again
+            except StoreUnavailable as error:
+                log.warning("%s; training continues, and no worker can rejoin", first_line(error))
                 return
+            with self._lock:
+                self._socket = found
+            log.warning("`wingbeat store` at %s:%d answers again", self._host, self._port)
+            return
 
 
 class RemoteStore:
     """A client of a `StoreServer`, with the methods of torch's stores that wingbeat uses.
 
-    Requests fail with `StoreUnavailable` at once while the server does not answer. ``prefix`` is
-    that of all keys.
+    Requests fail with `StoreUnavailable` at once while the server does not answer. ``key`` is the
+    job's key, and None without one.
 
     Raises:
         RendezvousError: it is not reached within ``seconds``.
+        UsageError: it has another key.
     """
 
-    def __init__(self, host: str, port: int, seconds: float) -> None:
-        self._connection, self._prefix = _Connection(host, port, seconds), ""
+    def __init__(self, host: str, port: int, seconds: float, key: bytes | None = None) -> None:
+        self._connection, self._prefix = _Connection(host, port, seconds, key), ""
 
     def under(self, prefix: str) -> RemoteStore:
         """Return the part of this store whose keys begin with ``prefix``."""
@@ -454,9 +710,12 @@ class RemoteStore:
         Without a present one the value is set if ``expected`` is empty, and is ``expected``
         otherwise.
         """
-        before = expected.decode() if isinstance(expected, bytes) else expected
+        # Another client may have written a text that is not Unicode, which readers reject.
+        before = (
+            expected.decode("utf-8", "surrogatepass") if isinstance(expected, bytes) else expected
+        )
         found = self._connection.request("swap", self._prefix + key, before, value)
-        return (before if found is None else str(found)).encode()
+        return (before if found is None else str(found)).encode("utf-8", "surrogatepass")
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys have values."""
