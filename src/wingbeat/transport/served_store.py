@@ -67,7 +67,7 @@ _MAX_PENDING = 256 << 20
 """Maximum bytes of the incomplete requests of all clients, and of the answers to all of them."""
 
 _COMPACT_BYTES = 64 << 20
-"""Bytes of a journal beside its content from which it is written anew."""
+"""Bytes of a journal beside its content from which it is written again."""
 
 _FORMAT = "wingbeat store 2"
 _JOURNAL = "wingbeat store 1"
