@@ -120,9 +120,8 @@ class BufferSync:
         """Drop what is outstanding, after the collectives have moved to other workers."""
         self._rank, self._root = self._collectives.world.rank, 0
         self._handle = self._requested = self._sent = self._before = None
-        self._status = torch.zeros(
-            2, dtype=torch.int64, device="cpu"
-        )  # an operation may still write to it
+        # An operation may still write to the old one.
+        self._status = torch.zeros(2, dtype=torch.int64, device="cpu")
         if self._own is not None:
             self._open()
 

@@ -22,6 +22,7 @@ from wingbeat.observe.supervisor import (
     socket_folder,
 )
 from wingbeat.schema import MalformedMessage, printable
+from wingbeat.transport.handshake import receive
 
 TIMEOUT_S = 3.0
 """Seconds for a whole answer."""
@@ -136,14 +137,11 @@ def _read_all(queried: socket.socket, deadline: float) -> bytes:
     """Read up to the end of a connection; an OSError at the deadline, or if it is too much."""
     text = bytearray()
     while True:
-        queried.settimeout(max(deadline - time.monotonic(), 1e-3))
-        if not (part := queried.recv(1 << 16)):
+        if not (part := receive(queried, 1 << 16, deadline)):
             return bytes(text)
         text += part
         if len(text) > LARGEST:
             raise OSError(f"more than {LARGEST} bytes")
-        if time.monotonic() > deadline:
-            raise TimeoutError("timed out")
 
 
 def _parsed(text: bytes, name: str) -> Job:

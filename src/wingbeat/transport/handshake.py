@@ -110,15 +110,24 @@ def read_exactly(connection: socket.socket, count: int) -> bytes:
     end = None if seconds is None else time.monotonic() + seconds
     try:
         while len(data) < count:
-            if end is not None:
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError("timed out")
-                connection.settimeout(left)
-            more = connection.recv(count - len(data))
+            more = receive(connection, count - len(data), end)
             if not more:
                 raise ConnectionError("the peer closed the connection")
             data += more
     finally:
         connection.settimeout(seconds)
     return bytes(data)
+
+
+def receive(connection: socket.socket, most: int, deadline: float | None) -> bytes:
+    """Return the next bytes, at most ``most``; empty if the peer has closed the connection.
+
+    A `TimeoutError` at the deadline, in the time of `time.monotonic`; None: the socket's timeout
+    limits this. Changes the socket's timeout.
+    """
+    if deadline is not None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
+    return connection.recv(most)

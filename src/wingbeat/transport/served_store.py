@@ -34,7 +34,7 @@ from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.files import replacing
 from wingbeat.observe.log import log
 from wingbeat.schema import excerpt, printable
-from wingbeat.transport import descriptors
+from wingbeat.transport import descriptors, handshake
 from wingbeat.transport.text import first_line
 
 MAX_VALUE_BYTES = 16 << 20
@@ -510,8 +510,8 @@ class _Client:
 
 def _tag(key: bytes, role: str, *words: str) -> bytes:
     """Return the proof of an end in ``role``: words are the content's name and both nonces."""
-    signed = b"wingbeat store/" + json.dumps([role, *words]).encode()
-    return hmac.new(key, signed, "sha256").hexdigest().encode()
+    signed = json.dumps([role, *words]).encode()
+    return handshake.sign(key, b"wingbeat store/", signed).hex().encode()
 
 
 def _listen(port: int) -> socket.socket:
@@ -640,11 +640,7 @@ class _Connection:
             scanned = len(self._rest)
             if scanned > most:
                 raise ValueError("another program answers there")
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("timed out")
-            sock.settimeout(left)
-            more = sock.recv(1 << 16)
+            more = handshake.receive(sock, 1 << 16, deadline)
             if not more:
                 raise ConnectionResetError("it has ended")
             self._rest += more
