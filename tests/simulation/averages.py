@@ -89,6 +89,7 @@ class Column:
         value: the rank's part of the model.
         finished: whether it has made its last step, of which the others learn with its part.
         all_finished: whether the members of the last average had; None before the first.
+        begun_at: when the first epoch of the last group began.
         generation: the incarnation of the generator, which counts groups and connections from 0.
         applied: (generation, connection, average) of each average that was applied.
         groups: the numbers of their groups, which followers do not know.
@@ -103,6 +104,7 @@ class Column:
         self.groups: set[tuple[int, bool, int]] = set()
         self.finished = False
         self.all_finished: bool | None = None
+        self.begun_at = 0.0
         self._open: dict[int, Group] = {}
         self._result: tuple[int, int, int, float, float, bool] | None = None
         process.at_end.append(self.close)
@@ -123,6 +125,8 @@ class Column:
         value = self.value
         number = self._all.contribute(group, self._me, (value, self.finished))
         grace, begun = self.grace_period(), self._world.now
+        if run.epoch == 0:
+            self.begun_at = begun
         while True:
             checks_at = self._world.now + CHECK_S
             while (number, self._me) not in group.ended | group.broken:

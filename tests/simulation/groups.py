@@ -98,11 +98,13 @@ class Groups:
             fault.where != (self.workers,) for fault in scenario.faults if fault.kind == "kill"
         )
         # A fault as short as these, and connections that are renewed, harm nobody.
-        self.finished_at = math.inf  # when the first rank has finished
+        self.finished_at = math.inf  # when the first rank began the last group of all workers
         self.generators = 0  # that have replaced one which had ended
         self.harmless = all(
             fault.kind in ("reset", "unstore") and fault.seconds < 1.0 for fault in scenario.faults
         )
+        # Of a kept scenario, in which all processes that were not killed finish.
+        self.all_finish = options.get("errors") == "0"
 
     def run(self) -> None:
         others = detectors(self.world) | {
@@ -183,7 +185,7 @@ class Groups:
     def check_may_fail(self, trainer: Trainer, error: Exception) -> None:
         """If processes are killed and nothing else, a replica fails only with its leader.
 
-        Or it has returned when the others have finished, or none of them has a state.
+        Or it has returned after the last group of the others began, or none of them has a state.
         """
         worker, incarnation = trainer.worker, trainer.incarnation
         if self.kills_only and (worker, incarnation) not in self.world.killed:
@@ -207,7 +209,7 @@ class Groups:
         for rank in range(self.ranks):
             values = {worker: v for (worker, r), v in self.final.items() if r == rank}
             assert len(set(values.values())) <= 1, f"weights differ after the drain: {values}"
-        if self.harmless:
+        if self.harmless or self.all_finish:
             assert not self.errors, self.errors
             assert len(self.final) == self.workers * self.ranks
 
@@ -297,7 +299,7 @@ class Trainer:
             self.synchronize()
             if self.column.all_finished in (None, True):
                 break
-        self.groups.finished_at = min(self.groups.finished_at, self.world.now)
+        self.groups.finished_at = min(self.groups.finished_at, self.column.begun_at)
         self.groups.final[self.worker, self.rank] = self.column.value
         self.leave()
 
@@ -322,12 +324,14 @@ class Trainer:
 
     def fetch(self) -> None:
         with self.world.limited(self.groups.limit_s, "the copy of a state"):
+            # As `DiLoCo` does, whose workers share one model.
+            join = self.groups.copies and self.groups.rules.whole
             if self.leader is None:
-                state = self.client.fetch_state(self.receive)
+                state = self.client.fetch_state(self.receive, join=join)
             else:
                 with self.leader.call(Call.FETCH, self.client):
                     state = self.client.fetch_state(
-                        lambda *args: self.leader.receive(self.receive, *args)
+                        lambda *args: self.leader.receive(self.receive, *args), join=join
                     )
         self.column.value, self.step, self.syncs = state
         self.calls += 1

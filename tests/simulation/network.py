@@ -96,6 +96,7 @@ class Network:
         tolerate_silence: bool = False,
         incarnation: int = 0,
         announce: Callable[[float], Mapping[int, int]] | None = None,
+        watch: Callable[[], None] = lambda: None,
     ) -> SimulatedMailbox:
         """As `wingbeat.transport.messages.connect.open_mailbox`."""
         limits = limits or Limits()
@@ -114,7 +115,7 @@ class Network:
             except TimeoutError:
                 raise RendezvousError(f"{name(number)}: {name(peer)} opened no mailbox") from None
             box.join(peer, found)
-        box.wait_connected(max(0.0, deadline - self.world.now))
+        box.wait_connected(max(0.0, deadline - self.world.now), watch)
         return box
 
 
@@ -345,7 +346,7 @@ class SimulatedMailbox:
     def wants(self, other: SimulatedMailbox) -> bool:
         return self._wanted.get(other.number) == other.info.session
 
-    def wait_connected(self, seconds: float) -> None:
+    def wait_connected(self, seconds: float, watch: Callable[[], None] = lambda: None) -> None:
         deadline = self.world.now + seconds
         while unheard := [
             peer
@@ -354,7 +355,8 @@ class SimulatedMailbox:
         ]:
             if self.world.now >= deadline:
                 raise self._error(f"{self.name(unheard[0])} did not answer within {seconds:g} s")
-            self.world.block(self._waiters, deadline - self.world.now)
+            if not self.world.block(self._waiters, min(1.0, deadline - self.world.now)):
+                watch()
 
     def close(self, seconds: float = 5.0) -> None:
         if self._closed or not self.process.alive:

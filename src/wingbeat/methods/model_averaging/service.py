@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -720,7 +721,13 @@ class GeneratorConfig:
                 raise RendezvousError(f"{self._name(self.workers)} has ended")
             return found
 
-        return self._open(store, rank, [self.workers], incarnation, announce)
+        def watch() -> None:
+            with contextlib.suppress(TimeoutError, RuntimeError):  # the store may be unavailable
+                membership.synchronize()
+            if membership.log.view[self.workers] != 2 * generator:
+                raise RendezvousError(f"{self._name(self.workers)} has ended")
+
+        return self._open(store, rank, [self.workers], incarnation, announce, watch)
 
     def _name(self, member: int) -> str:
         if member == self.workers:
@@ -743,6 +750,7 @@ class GeneratorConfig:
         peers: Iterable[int],
         incarnation: int = 0,
         announce: Callable[[float], Mapping[int, int]] | None = None,
+        watch: Callable[[], None] = lambda: None,
     ) -> Mailbox:
         return open_mailbox(
             store,
@@ -757,4 +765,5 @@ class GeneratorConfig:
             name=self._name,
             incarnation=incarnation,
             announce=announce,
+            watch=watch,
         )

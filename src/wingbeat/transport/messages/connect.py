@@ -44,6 +44,7 @@ def open_mailbox(
     tolerate_silence: bool = False,
     incarnation: int = 0,
     announce: Callable[[float], Mapping[int, int]] | None = None,
+    watch: Callable[[], None] = lambda: None,
 ) -> Mailbox:
     """Connect this process to other processes of the job; each of them must list this one too.
 
@@ -65,6 +66,7 @@ def open_mailbox(
         announce: called with the remaining seconds after this process has published its addresses;
             returns the peers to connect to, with their incarnations, once they have registered this
             process.
+        watch: called every second while it waits for the connections; may raise.
 
     Raises:
         UsageError: an invalid value, a value that differs from a peer's, a mailbox that was opened
@@ -114,7 +116,7 @@ def open_mailbox(
         if incarnations and not tolerate_silence:  # otherwise peers may join over the others
             carrier.close_listeners_except({n for p in routes.peers for n in routes.interfaces(p)})
         carrier.start()
-        mailbox.wait_connected(max(0.0, deadline - time.monotonic()))
+        mailbox.wait_connected(max(0.0, deadline - time.monotonic()), watch)
     except BaseException:
         carrier.abandon()
         raise

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 CLOSE_TIMEOUT_S = 5.0
 """Seconds for a peer to acknowledge that this process leaves."""
 
+_WATCH_S = 1.0  # between two calls of ``watch``
 _LINGER_S = 1.0
 """Seconds for sending the last frames, after everything else has arrived."""
 
@@ -227,12 +228,16 @@ class Mailbox:
         self._check_open("free")
         self._carrier.free(message)
 
-    def wait_connected(self, seconds: float) -> None:
+    def wait_connected(self, seconds: float, watch: Callable[[], None] = lambda: None) -> None:
         """Wait until a frame of every peer has arrived on every interface and in every class.
 
-        A `PeerError` if one has not; names the peer and the interface.
+        A `PeerError` if one has not; names the peer and the interface. ``watch`` is called every
+        second, and may raise.
         """
-        self._carrier.wait_heard(seconds)
+        left = seconds
+        while not self._carrier.wait_heard(min(left, _WATCH_S)) and left > _WATCH_S:
+            left -= _WATCH_S
+            watch()
         unheard = self._carrier.unheard()
         if unheard is None:
             return
