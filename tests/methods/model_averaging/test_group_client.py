@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from helpers.received import Received
 from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
 from wingbeat.errors import PeerError, UsageError
+from wingbeat.methods.model_averaging import client as client_module
 from wingbeat.methods.model_averaging.client import Client
 from wingbeat.methods.model_averaging.generator import (
     MESSAGES,
@@ -555,7 +558,10 @@ class NextGenerator:
 
     def __init__(self, *messages: Received) -> None:
         self.box, self.number, self.runs = FakeMailbox(*messages), 0, False
-        self.begun = 0
+        self.begun, self.stopped = 0, False
+
+    def stop(self) -> None:
+        self.stopped = True
 
     def begin(self, lost: int) -> None:
         self.number, self.begun = 2 * (lost + 1), self.begun + 1
@@ -616,6 +622,45 @@ def test_lost_peer_in_a_group_of_the_next_generator_is_active_again() -> None:
     one.step(FunctionReducer(lambda run, coming: None))
     assert back == [2]
     assert one.lost_peers == {0, 3}
+
+
+def copying_worker(search: NextGenerator | None) -> Client:
+    """Return worker 1, whose generator is lost as soon as it requests a state."""
+    box, table = FakeMailbox(), StatusTable(Switchboard(), "groups/", 4, 1)
+    box.abandon = lambda: None  # type: ignore[attr-defined]
+    one = Client(
+        box, 1, GENERATOR, Layout.even(2, 2), Rules.all_workers(), 5.0, table,  # type: ignore[arg-type]
+        search=search,  # type: ignore[arg-type]
+    )  # fmt: skip
+    one._inactive[3] = Reason.SILENT
+    return one
+
+
+def test_state_is_copied_by_the_next_generator_if_one_is_lost_meanwhile() -> None:
+    search = NextGenerator(sent(Removed(2, 0, Reason.LATE, False)), sent(SendState(0, 1, 3)))
+    one, renewed = copying_worker(search), list[int]()
+    one.on_generation = renewed.append
+    assert one.fetch_state(lambda giver, meeting, lives: (giver, meeting), join=True) == (0, 3)
+    assert search.box.posted == [FetchState(-1, join=True), Fetched()]
+    assert renewed == [1]
+    assert one.lost_peers == {2}
+    # It was in no group meanwhile, and the others have to search for that generator too.
+    assert one._table.lost() == {1}
+    assert one._table.statuses()[1].generation == 1
+    assert one._table.generator() == 1
+
+
+def test_copy_of_a_state_without_a_next_generator_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PeerError, match=r"group generator is unreachable: it silent$"):
+        copying_worker(None).fetch_state(lambda *_: None)
+    search, now = NextGenerator(), itertools.count()
+    search.take = lambda: None  # type: ignore[method-assign]
+    monkeypatch.setattr(
+        client_module, "time", SimpleNamespace(monotonic=now.__next__, sleep=lambda _: None)
+    )
+    with pytest.raises(PeerError, match=r"silent, and there was no other one for 5 s: start"):
+        copying_worker(search).fetch_state(lambda *_: None)
+    assert search.stopped
 
 
 def test_config_refuses_notified_rules() -> None:

@@ -39,6 +39,7 @@ from wingbeat.methods.model_averaging.static_client import (
     GeneratorIsBack,
     Reducer,
     StaticClient,
+    Status,
     StatusTable,
     isolation_text,
 )
@@ -281,6 +282,9 @@ class Client:
             elif self._left_behind:
                 names += f"; the others have continued without {self._me}"
             raise PeerError(isolation_text(self._me, names))
+        self._forget_what_was_missed()
+
+    def _forget_what_was_missed(self) -> None:
         self.excluded = self.stale = self._missed = self._left_behind = False
 
     def _check_static_mean(self) -> None:
@@ -310,31 +314,35 @@ class Client:
         """Return the state of an active peer.
 
         ``receive(worker, connection, is_active)`` returns None if the worker was lost. With
-        ``join`` this worker is active from now on, otherwise from its next request. Raises
-        PeerError if no peer is active or has sent the state in time, or the generator is lost.
+        ``join`` this worker is active from now on, otherwise from its next request. If the
+        generator is lost, the next one chooses the peer. Raises PeerError if no peer is active or
+        has sent the state in time, or there is no next generator.
         """
-        self._joins, self.excluded, self.stale = join, False, False
-        self._missed = self._left_behind = False
-        lost = -1
-        self._renew()
-        self._fetching = True
+        self._joins, self._fetching = join, True
+        self._forget_what_was_missed()
         try:
             while True:
-                self._connection.send(FetchState(lost, join))
-                sender, connection = self._await_sender()
-                state = receive(sender, connection, functools.partial(self._is_active, sender))
-                if state is not None:
-                    with contextlib.suppress(GeneratorLost):
-                        self._connection.send(Fetched())
-                    return state
-                lost = sender
-        except GeneratorLost as error:
-            raise PeerError(
-                f"{self._me}: cannot find a peer to copy training state from: the group "
-                f"generator is unreachable: {error}"
-            ) from None
+                try:
+                    return self._fetch(receive, join)
+                except GeneratorLost as error:
+                    self._connect_again(str(error))
         finally:
             self._fetching = False
+
+    def _fetch(
+        self, receive: Callable[[int, int, Callable[[], bool]], State | None], join: bool
+    ) -> State:
+        lost = -1
+        self._renew()
+        while True:
+            self._connection.send(FetchState(lost, join))
+            sender, connection = self._await_sender()
+            state = receive(sender, connection, functools.partial(self._is_active, sender))
+            if state is not None:
+                with contextlib.suppress(GeneratorLost):
+                    self._connection.send(Fetched())
+                return state
+            lost = sender
 
     def _await_sender(self) -> tuple[int, int]:
         wait = WaitLog(self._me, "the end of its step, to copy a state", time.monotonic)
@@ -624,27 +632,64 @@ class Client:
         return False
 
     def _adopt_generator(self, mailbox: Mailbox, generation: int, reducer: Reducer) -> None:
-        static, watch, former = self._static, self._connection.watch, self.mailbox
+        static, former = self._static, self.mailbox
         assert static is not None
         # The next generator knows of no synchronization before it.
         self._left_behind |= self._missed or static.has_missed()
         static.found_generator(generation)
         reducer.close()
         former.abandon()
-        self.mailbox, self._generation = mailbox, generation
-        self._connection = GeneratorConnection(mailbox, self._me, self._generator, self._timeout)
-        self._connection.watch = watch
-        self._member, self._requests = Member(self._worker, self._rules), 0
+        self._use(mailbox, generation)
         # Of those that were lost without a generator, some may live, or have finished.
         known = {w: r for w, r in self._inactive.items() if r in (Reason.DIED, Reason.LEFT)}
         known |= dict.fromkeys(filter(self._table.has_left, static.lost_peers), Reason.LEFT)
         self._inactive = {w: known.get(w, Reason.SILENT) for w in static.lost_peers}
         # The others may have synchronized since they have continued without this worker.
         self._left_behind |= self._inactive.pop(self._worker, None) is not None
-        self._unserved.clear()
         self._static, self.fallback = None, None
         self._record(
             "generator-started",
             f"{self._me}: another group generator was started: groups are its own again, and "
             "workers can rejoin",
         )
+
+    def _use(self, mailbox: Mailbox, generation: int) -> None:
+        watch = self._connection.watch
+        self.mailbox, self._generation = mailbox, generation
+        self._connection = GeneratorConnection(mailbox, self._me, self._generator, self._timeout)
+        self._connection.watch = watch
+        self._member, self._requests = Member(self._worker, self._rules), 0
+        self._unserved.clear()
+
+    def _connect_again(self, why: str) -> None:
+        """Connect to the next generator as a process that was started again does."""
+        unreachable = (
+            f"{self._me}: cannot find a peer to copy training state from: the group generator is "
+            f"unreachable: {why}"
+        )
+        if self._search is None:
+            raise PeerError(unreachable)
+        # The others must not wait for a worker without a state. First the end of the generator,
+        # because a worker that has ended logs nothing.
+        self._table.end_generator(self._generation)
+        self._table.mark_lost(self._worker)
+        self._record(
+            "generator-lost",
+            f"{self._me}: the group generator is gone ({why}) while this worker copies a state; it "
+            "copies one when a worker has started another generator",
+        )
+        self._search.begin(self._generation)
+        deadline = time.monotonic() + self._timeout
+        while (found := self._search.take()) is None:
+            if time.monotonic() >= deadline:
+                self._search.stop()
+                raise PeerError(
+                    f"{unreachable}, and there was no other one for {self._timeout:g} s: start "
+                    "this worker again"
+                )
+            self._connection.watch()
+            time.sleep(_SEARCH_S)
+        self.mailbox.abandon()
+        self._use(found, self._search.number // 2)
+        self._inactive = {}  # the generator sends those that are
+        self._table.publish(self._worker, Status(self._generation))
