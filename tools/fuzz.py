@@ -110,6 +110,9 @@ def run(name: str, seconds: int, recorded: bool) -> int:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"fuzz: {name}: {inputs} inputs, {edges} edges reached, {cpu_s:.1f} s of CPU time")
+    if not edges:
+        print(f"fuzz: {name}: no branch is counted, so inputs are not chosen by coverage")
+        return code or 1
     if recorded:
         record(name, cpu_s, inputs, edges)
     return code
