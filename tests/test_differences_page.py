@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from helpers.templates import VALUE, templates
 
 ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs/how-to/differences.md").read_text(encoding="utf-8").split())
@@ -18,6 +21,18 @@ ELSEWHERE = {"checkpoint.py", "compression.py"}
 RAISED = {"UsageError", "MismatchError", "UnevenBatchesError"}
 LONGEST = 60
 """Characters of each message that the page must have in one piece, at most."""
+
+SHORTEST = 25
+"""Characters of a clause of a quotation that the source must have in one piece, at least."""
+
+ASSEMBLED = {
+    "optimizer.state with shard_optimizer",
+    "load_state_dict() on rank",
+    "and the torch job of this replica ranks",
+    "parameter '0.weight' is sharded as Shard(dim=0) on a mesh of shape (2,) by fully_shard()",
+    "or pass the model without it",
+}
+"""Clauses that the source makes of several texts, and of an example with its values."""
 
 
 def pieces(node: ast.expr) -> list[str]:
@@ -54,3 +69,25 @@ def test_what_is_refused_stands_there_in_its_own_words(where: str, found: list[s
 
 def test_there_are_messages_to_compare() -> None:
     assert len(list(messages())) > 20
+
+
+def clauses() -> Iterator[str]:
+    """What is quoted in the second column of the tables of what is refused."""
+    refused = False
+    for line in (ROOT / "docs/how-to/differences.md").read_text(encoding="utf-8").splitlines():
+        refused = line.startswith("| refused |") or (refused and line.startswith("|"))
+        text = line.rpartition(" | ")[2] if refused else ""
+        for quoted in re.findall(r"`([^`]+)`", text):
+            for clause in re.split(rf"[:;,](?= |$)|{VALUE}", quoted):
+                if len(clause.strip()) >= SHORTEST and clause.strip() not in ASSEMBLED:
+                    yield clause.strip()
+
+
+def test_what_is_quoted_is_said_by_the_code() -> None:
+    said = "\n".join(" ".join(each.text.split()) for each in templates())
+    assert [clause for clause in clauses() if clause not in said] == []
+
+
+def test_there_are_quotations_to_compare() -> None:
+    assert len(list(clauses())) > 200
+    assert all(each in PAGE for each in ASSEMBLED)

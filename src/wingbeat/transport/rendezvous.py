@@ -662,16 +662,20 @@ def _watched_connection(
     if size == 1 or server is None or (rank == 0 and not by_launcher):
         return own, None
     host, port = server
-    server_name = "the launcher of rank 0" if by_launcher else "rank 0"
+    averages = "Ripples, ADPSGD, LocalSGD and DiLoCo"
+    server_name, effect = "rank 0", f"{averages} continue, other strategies end"
+    if by_launcher:  # rank 0 itself may train on
+        server_name = "the launcher of rank 0"
+        effect = f"training continues; a lost worker now ends all strategies but {averages}"
     try:
         watch = StoreWatch(
             host,
             port,
             f"rank {rank}: {server_name}, which serves the rendezvous store at {host}:{port}, has "
             "ended",
-            "Ripples, LocalSGD and DiLoCo continue, but no worker can rejoin and "
-            "wingbeat.synchronize() fails; other strategies end; so that any rank may be "
-            "restarted, start `wingbeat store` and each rank as a replica (WINGBEAT_REPLICA)",
+            f"{effect}; no worker can rejoin, and wingbeat.synchronize() fails where models "
+            "differ; so that any rank may be restarted, start `wingbeat store` and each rank as a "
+            "replica (WINGBEAT_REPLICA)",
         )
     except OSError:
         return own, None  # torch has reached it: later requests report what fails

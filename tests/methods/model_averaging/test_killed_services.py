@@ -45,20 +45,32 @@ SCRIPT = """if True:
     (home / f"end-{world.rank}").write_text(repr(weights))
 """
 
+STORE = """if True:
+    import signal, sys
+    import torch.distributed as dist
+    store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+    signal.pause()
+"""
+
 RANKS = range(3)
 
 
 class Job:
     """Three processes, each a replica at a store, or all of one torch job."""
 
-    def __init__(self, home: Path, row: str, *, hosted: bool, torchrun: bool = False) -> None:
+    def __init__(
+        self, home: Path, row: str, *, hosted: bool, torchrun: bool = False, launched: bool = False
+    ) -> None:
         self.home, self.row, self.port, self.hosted = home, row, free_port(), hosted
+        self.launched = launched
         self.script = home / "train.py"
         self.script.write_text(SCRIPT)
         self.launcher = ["-m", "torch.distributed.run", "--standalone"] if torchrun else []
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         if hosted:
             self.start_store()
+        if launched:
+            self._run("launcher", [sys.executable, "-c", STORE, str(self.port)], {})
         for rank in RANKS:
             self.start(rank)
 
@@ -69,6 +81,8 @@ class Job:
         if self.hosted:
             env |= {"WINGBEAT_REPLICA": str(rank), "WINGBEAT_REPLICAS": str(len(RANKS))}
             env |= {"WINGBEAT_STORE": f"127.0.0.1:{self.port}"}
+        if self.launched:
+            env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         command = [sys.executable, *self.launcher, str(self.script), str(self.home), self.row]
         self._run(str(rank), command, env)
 
@@ -164,8 +178,8 @@ class Job:
 def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
-    def start(row: str, *, hosted: bool = True, torchrun: bool = False) -> Job:
-        made.append(Job(tmp_path, row, hosted=hosted, torchrun=torchrun))
+    def start(row: str, *, hosted: bool = True, **options: bool) -> Job:
+        made.append(Job(tmp_path, row, hosted=hosted, **options))
         return made[-1]
 
     yield start
@@ -236,6 +250,19 @@ def test_survivors_of_a_rank_0_that_serves_the_store_log_one_line_about_it(
         assert "start `wingbeat store` and each rank as a replica" in said
         assert "frame #" not in said
         assert said.count("wingbeat (rank") < 6, said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("row", ["localsgd:every=4", "adpsgd", "canary", "allreduce", "geryon"])
+def test_workers_train_on_after_the_launcher_that_serves_the_store_has_ended(
+    row: str, jobs: Callable[..., Job]
+) -> None:
+    job = jobs(row, hosted=False, launched=True)
+    job.await_steps()
+    job.kill("launcher")
+    job.until_said("training continues; a lost worker now ends all strategies but Ripples", 1)
+    job.await_steps()
 
 
 @pytest.mark.slow

@@ -214,6 +214,32 @@ def test_lost_worker_trains_alone_and_cannot_synchronize(
     assert "rank 0: the others continue without this worker" in caplog.text
 
 
+class _Interrupted(Switchboard):
+    """A store that does not answer while it is down."""
+
+    down = False
+
+    def has(self, key: str) -> bool:
+        if self.down:
+            raise RuntimeError("Connection reset by peer")
+        return super().has(key)
+
+
+def test_synchronize_fails_while_the_store_is_down_and_succeeds_again_later() -> None:
+    store = _Interrupted()
+    table = StatusTable(store, "groups/", 2, 0)
+    one = StaticClient(0, Layout.even(1, 2), TIMEOUT_S, table)
+    runs: list[Run] = []
+    reducer = FunctionReducer(lambda run, alive: runs.append(run))
+    store.down = True
+    with pytest.raises(PeerError, match=r"rank 0: the rendezvous store does not answer, .* again"):
+        one.synchronize(reducer)
+    store.down = False
+    table.publish(1, Status(0, 0, True, 9, -1))
+    one.synchronize(reducer)
+    assert [run.members for run in runs] == [(0, 1)]
+
+
 def test_silent_worker_is_left_out_of_a_synchronization() -> None:
     store = Switchboard()
     one = StaticClient(0, Layout.even(1, 3), 0.3, StatusTable(store, "groups/", 3, 0))

@@ -12,7 +12,8 @@ import torch
 from wingbeat.engine.gradients.bucket import checksum
 from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.updates.update import Training
-from wingbeat.errors import RendezvousError
+from wingbeat.errors import PeerError, RendezvousError
+from wingbeat.transport.text import first_line
 
 _TOLERANCE = 1e-4
 """Relative to a tensor's norm. Different processors may round a step's results differently."""
@@ -79,8 +80,16 @@ class ConsistencyCheck:
         # A restarted worker has lost the number of calls, but has the number of applied rounds.
         self._last, self._calls = made, self._calls + 1 if made == self._last else 0
         key = f"{self._rounds.room}/{made}/{self._calls}"
-        world.store.set(f"{key}/{world.rank}", json.dumps(value))
-        found = ((rank, self._awaited(f"{key}/{rank}", rank)) for rank in self._rounds.members)
+        try:
+            world.store.set(f"{key}/{world.rank}", json.dumps(value))
+            found = [(rank, self._awaited(f"{key}/{rank}", rank)) for rank in self._rounds.members]
+        except RuntimeError as error:
+            raise PeerError(
+                f"{world.me}: the rendezvous store does not answer ({first_line(error)}), so "
+                "weights cannot be compared with the others': call model.synchronize() again once "
+                "`wingbeat store` runs again; if rank 0 or its launcher served the store, start "
+                "the job again from a checkpoint"
+            ) from None
         return {rank: json.loads(text) for rank, text in found if text is not None}
 
     def _awaited(self, key: str, rank: int) -> str | None:

@@ -466,11 +466,10 @@ class StaticClient:
                 return
             if self._worker not in self._statuses:
                 raise PeerError(
-                    isolation_text(
-                        self._me,
-                        "the rendezvous store is down (with rank 0, or the launcher), so peers "
-                        "cannot be found",
-                    )
+                    f"{self._me}: the rendezvous store does not answer, so the others cannot be "
+                    "found for the mean of all models: call wingbeat.synchronize() again once "
+                    "`wingbeat store` runs again; if rank 0 or its launcher served the store, "
+                    "start the job again from a checkpoint"
                 )
             missing = self._not_synchronizing(since)
             if not missing:
