@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import tcp
+from helpers.waiting import until
 from wingbeat import _native, compression, topologies
 from wingbeat.codecs import Coding, make
 from wingbeat.codecs.codec import Codec, Dense, HalfCodec, SketchCodec
@@ -429,6 +430,20 @@ def test_buffer_is_released_after_the_wait(pair: list[World]) -> None:
         return released() is None
 
     assert loopback.run(pair, body) == [True, True]
+
+
+def test_buffer_is_released_after_a_wait_that_was_observed(pair: list[World]) -> None:
+    buffer = torch.ones(1000)
+    released = weakref.ref(buffer)
+    executor = native.executors_of(pair[0])[0]
+    job = Collectives(pair[0]).all_reduce(buffer)
+    until(lambda: executor.waiting is not None)
+    Collectives(pair[1]).all_reduce(torch.ones(1000)).wait()
+    job.wait()
+    assert executor.waiting is None
+    del job, buffer
+    gc.collect()
+    assert released() is None
 
 
 def test_peer_that_closes_fails_all_jobs_within_a_second_and_is_named() -> None:

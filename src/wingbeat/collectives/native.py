@@ -216,7 +216,8 @@ class NativeExecutor(Executor):
             return None
         number, index, peer, link, _, _ = found
         if self._native_wait is None or self._native_wait_of != (number, index):
-            job = self._jobs.get(number, "a collective")
+            # Not the job: it has the buffer and this executor, and nothing ends what is kept here.
+            job = str(self._jobs.get(number, "a collective"))
             self._native_wait = CurrentWait(self._ranks[peer], job, self._links[link])
             self._native_wait_of = number, index
         return self._native_wait
