@@ -277,6 +277,15 @@ void check_refused_memory() {
   expect(::ftruncate(good.descriptors()[0], 1) != 0, "memory of rings cannot shrink");
 }
 
+// A ring with few messages does not grow while it is written for the first time.
+void check_memory_is_there() {
+  const Rings made;
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  std::vector<unsigned char> pages(ring_bytes / page);
+  expect(::mincore(made.data(true), ring_bytes, pages.data()) == 0, "pages can be asked for");
+  for (const unsigned char each : pages) expect((each & 1U) != 0, "all pages are there");
+}
+
 void check_ends() {
   std::uint8_t byte = 7;
   const iovec part = {&byte, 1};
@@ -291,6 +300,7 @@ void check_ends() {
 }  // namespace
 
 void check() {
+  check_memory_is_there();
   check_ends();
   check_refused_memory();
   check_broken_positions();

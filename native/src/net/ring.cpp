@@ -203,8 +203,9 @@ Rings::Rings(const std::vector<int>& descriptors) : descriptors_(descriptors), c
 }
 
 void Rings::map() {
-  void* const found = ::mmap(nullptr, memory_bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
-                             descriptors_[0], 0);
+  // All of it now: otherwise a ring with few messages grows for hours, as if something leaked.
+  void* const found = ::mmap(nullptr, memory_bytes, PROT_READ | PROT_WRITE,
+                             MAP_SHARED | MAP_POPULATE, descriptors_[0], 0);
   if (found == MAP_FAILED) fail("cannot map shared memory");
   memory_ = static_cast<std::uint8_t*>(found);
 }
