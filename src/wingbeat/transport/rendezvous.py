@@ -663,9 +663,9 @@ def _watched_connection(
         return own, None
     host, port = server
     averages = "Ripples, ADPSGD, LocalSGD and DiLoCo"
-    server_name, effect = "rank 0", f"{averages} continue, other strategies end"
-    if by_launcher:  # rank 0 itself may train on
-        server_name = "the launcher of rank 0"
+    server_name, effect, where = "rank 0", f"{averages} continue, other strategies end", ""
+    if by_launcher:  # rank 0 itself may train on, and the group generator beside it
+        server_name, where = "the launcher of rank 0", " under Canary and ADPSGD"
         effect = f"training continues; a lost worker now ends all strategies but {averages}"
     try:
         watch = StoreWatch(
@@ -673,9 +673,9 @@ def _watched_connection(
             port,
             f"rank {rank}: {server_name}, which serves the rendezvous store at {host}:{port}, has "
             "ended",
-            f"{effect}; no worker can rejoin, and wingbeat.synchronize() fails where models "
-            "differ; so that any rank may be restarted, start `wingbeat store` and each rank as a "
-            "replica (WINGBEAT_REPLICA)",
+            f"{effect}; no worker can rejoin, and wingbeat.synchronize() fails{where}; so that any "
+            "rank may be restarted, start `wingbeat store` and each rank as a replica "
+            "(WINGBEAT_REPLICA)",
         )
     except OSError:
         return own, None  # torch has reached it: later requests report what fails
