@@ -17,11 +17,15 @@ import pytest
 import torch
 
 from helpers import tcp as ranks
+from helpers.frames import HEADER, frame
 from wingbeat.transport import encryption, handshake, repair, tcp
 from wingbeat.transport.loopback import Switchboard
 from wingbeat.transport.repair import Returns, Silence
 from wingbeat.transport.tcp import TcpLink
 from wingbeat_lab import lab
+
+RESUME = 4
+"""The kind of the first frame over a further socket."""
 
 
 def place(interface: int, rank: int) -> str:
@@ -115,6 +119,35 @@ def test_messages_arrive_once_although_sockets_are_lost(made: list[tuple[TcpLink
     ends.set()
     thread.join()
     assert cuts > 4
+
+
+def test_frame_that_has_arrived_is_not_sent_again_after_a_socket_that_the_peer_had_left() -> None:
+    link, size = TcpLink("lo", 1), HEADER.size + 4
+    sent = [torch.tensor([n], dtype=torch.uint8) for n in range(2)]
+
+    def continued() -> socket.socket:
+        ours, peer = socket.socketpair()
+        assert link.nic.resume(0, ours.detach())
+        assert HEADER.unpack_from(handshake.read_exactly(peer, size))[1] == RESUME
+        return peer
+
+    ours, first = socket.socketpair()
+    link.nic.add(0, ours.detach(), resumes=True)
+    link.send(sent[0], 0, 0).wait(20.0)
+    assert handshake.read_exactly(first, size + 1)[-1] == 0
+    with continued() as left:
+        left.shutdown(socket.SHUT_RD)  # what is sent again cannot be written
+        left.sendall(frame(kind=RESUME, received=0))  # from before the message arrived
+        deadline = time.monotonic() + 20.0
+        while not (link.nic.health(0) or (True,))[0]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    with first, continued() as peer:
+        peer.sendall(frame(kind=RESUME, received=1))
+        link.send(sent[1], 0, 1).wait(20.0)
+        peer.settimeout(20.0)
+        assert handshake.read_exactly(peer, size + 1)[-1] == 1, "it has arrived before"
+    link.close()
 
 
 def test_connection_uses_another_interface_and_returns(

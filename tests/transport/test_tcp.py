@@ -11,7 +11,6 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 from helpers import tcp as ranks
+from helpers.frames import MAGIC, frame
 from wingbeat import _native
 from wingbeat.errors import RendezvousError, UsageError
 from wingbeat.transport import handshake, tcp
@@ -30,31 +30,7 @@ from wingbeat.types import Group
 
 BOTH = pytest.mark.parametrize("shared_memory", [False, True], ids=["tcp", "shared memory"])
 
-HEADER = struct.Struct("<IBBHIIQQQQQ")
-MAGIC = 0x74424E57
 KEY = b"k" * 16
-
-
-def frame(
-    tag: int = 7,
-    payload: bytes = b"",
-    *,
-    magic: int = MAGIC,
-    kind: int = 1,
-    channel: int = 0,
-    length: int | None = None,
-    offset: int = 0,
-    total: int | None = None,
-    consumed: int = 0,
-    group: int = 0,
-    received: int = 0,
-    check: int | None = None,
-) -> bytes:
-    """A frame as `native/src/net/frame.h` describes it."""
-    size = len(payload) if length is None else length
-    whole = size if total is None else total
-    head = HEADER.pack(magic, kind, 0, channel, tag, size, offset, whole, consumed, group, received)
-    return head + struct.pack("<I", zlib.crc32(head) if check is None else check) + payload
 
 
 class Peer:

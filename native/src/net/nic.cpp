@@ -505,6 +505,7 @@ bool Connection::resume(std::unique_ptr<Stream> stream, const std::optional<Keys
 
   std::erase_if(frames_, [](const OutgoingFrame& frame) { return frame.number == 0; });
   for (OutgoingFrame& frame : frames_) rewind(frame);
+  sent_frames_.put_back(frames_);
   for (auto& [key, each] : channels_) {  // credits may have been lost
     each.announced = 0;
     if (each.consumed == 0 || each.credit_due || why_ended(key.first) != nullptr) continue;

@@ -40,13 +40,25 @@ class SentFrames {
   }
 
   // Those to send again, in order. Each is kept again once it is written.
-  std::deque<Frame> take() { return std::exchange(frames_, {}); }
+  std::deque<Frame> take() {
+    if (!frames_.empty()) taken_ = frames_.back().number;
+    return std::exchange(frames_, {});
+  }
+
+  // The socket was lost before all of those were written. They are at the front of `queue`, and the
+  // other end may have received them over an earlier socket: its next number tells.
+  void put_back(std::deque<Frame>& queue) {
+    for (; !queue.empty() && queue.front().number <= taken_; queue.pop_front()) {
+      keep(std::move(queue.front()));
+    }
+  }
 
   std::deque<Frame>& frames() { return frames_; }
 
  private:
   std::uint64_t numbered_ = 0;
   std::uint64_t received_ = 0;  // by the other end
+  std::uint64_t taken_ = 0;     // the last that was sent again
   std::deque<Frame> frames_;
 };
 
