@@ -57,6 +57,8 @@ WORKERS = 4
 DISTURBED = (2, 3)
 """Replicas that are killed and stopped; the others live from begin to end."""
 SAMPLE_S = 2.0
+KEPT_S = 30.0
+"""Seconds between the samples of the report."""
 EVERY_S = 20.0
 """Seconds between the end of a disturbance and the next one."""
 STOPPED_S = 2.0
@@ -125,7 +127,7 @@ def soaked(row: str, seconds: float, seed: int) -> dict[str, Any]:
             job.train(seconds - warm_s)
             job.count_objects(1)
             return {
-                "warm_s": warm, "seconds": job.seconds, "samples": job.samples,
+                "warm_s": warm, "seconds": job.seconds, "samples": kept(job.samples),
                 "growth": growths(job.samples, warm), "disturbed": job.disturbed,
                 "objects": job.grown_objects(), "steps": job.steps(), **job.kill(),
             }  # fmt: skip
@@ -465,6 +467,14 @@ def growths(samples: Sequence[dict[str, Any]], warm_s: float) -> dict[str, dict[
                 "grown": slope(times, values) * (times[-1] - times[0]),
             }
     return found
+
+
+def kept(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the samples of one moment in `KEPT_S`, for the report."""
+    moments: dict[float, float] = {}
+    for sample in samples:
+        moments.setdefault(sample["at"] // KEPT_S, sample["at"])
+    return [each for each in samples if moments[each["at"] // KEPT_S] == each["at"]]
 
 
 def allowed_mb(seconds: float) -> float:

@@ -91,3 +91,10 @@ def test_minute_of_averages_with_kills_leaves_nothing_and_grows_nowhere(
     found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["rows"]["ripples"]
     assert [each["how"] for each in found["disturbed"]][:2] == ["killed", "stopped"]
     assert {name.partition(" (")[0] for name in found["growth"]} >= {"worker 0", "store"}
+
+
+def test_report_has_all_processes_at_one_moment_in_thirty_seconds(soak: ModuleType) -> None:
+    found = [{"at": at, "process": name} for at in (0.0, 2.0, 29.9, 31.0, 33.0) for name in "ab"]
+    assert [(each["at"], each["process"]) for each in soak.kept(found)] == [
+        (0.0, "a"), (0.0, "b"), (31.0, "a"), (31.0, "b"),
+    ]  # fmt: skip
