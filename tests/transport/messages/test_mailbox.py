@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -622,3 +623,23 @@ def test_threads_may_use_a_mailbox_at_the_same_time(closing: list[Mailbox]) -> N
         assert [each.result(3 * PATIENCE) for each in taking] == [2 * count] * 2
         for each in posting:
             each.result(PATIENCE)
+
+
+def test_wait_for_connections_ends_in_time_although_what_it_calls_meanwhile_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, calls = [100.0], []
+
+    def wait_heard(seconds: float) -> bool:
+        now[0] += seconds
+        return False
+
+    def watch() -> None:
+        calls.append(now[0])
+        now[0] += 5.0
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("wingbeat.transport.messages.mailbox.time", clock)
+    carrier = SimpleNamespace(wait_heard=wait_heard, unheard=lambda: None)
+    Mailbox.wait_connected(SimpleNamespace(_carrier=carrier), 8.0, watch)  # type: ignore[arg-type]
+    assert calls == [101.0, 107.0]

@@ -234,10 +234,11 @@ class Mailbox:
         A `PeerError` if one has not; names the peer and the interface. ``watch`` is called every
         second, and may raise.
         """
+        deadline = time.monotonic() + seconds
         left = seconds
-        while not self._carrier.wait_heard(min(left, _WATCH_S)) and left > _WATCH_S:
-            left -= _WATCH_S
+        while not self._carrier.wait_heard(min(left, _WATCH_S)) and left > 0:
             watch()
+            left = max(0.0, deadline - time.monotonic())
         unheard = self._carrier.unheard()
         if unheard is None:
             return
