@@ -27,6 +27,14 @@ class AtomicStore(Store, Protocol):
         """Publish ``value`` unless the key exists; return the published value."""
 
 
+def again_text(call: str) -> str:
+    """Return what to do after ``call`` has failed because the store does not answer."""
+    return (
+        f"call {call} again once `wingbeat store` runs again; if rank 0 or its launcher served the "
+        "store, start the job again from a checkpoint"
+    )
+
+
 _READ_S = 1.0
 """Seconds for a store to return a value that exists."""
 

@@ -7,20 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers.interrupted import InterruptedStore
 from wingbeat.errors import PeerError
 from wingbeat.methods.bounded_staleness.consistency import ConsistencyCheck
 from wingbeat.transport.loopback import Switchboard
-
-
-class _Interrupted(Switchboard):
-    """A store that does not answer while it is down."""
-
-    down = False
-
-    def set(self, key: str, value: str) -> None:
-        if self.down:
-            raise RuntimeError("does not answer (Connection reset by peer)")
-        super().set(key, value)
 
 
 def check(store: Switchboard, rank: int, value: float) -> ConsistencyCheck:
@@ -38,7 +28,7 @@ def check(store: Switchboard, rank: int, value: float) -> ConsistencyCheck:
 
 
 def test_comparison_while_the_store_is_down_fails_in_one_line_and_succeeds_again_later() -> None:
-    store = _Interrupted()
+    store = InterruptedStore()
     one = check(store, 0, 1.0)
     store.down = True
     with pytest.raises(PeerError, match=r"rank 0: the rendezvous store does not answer \(.*again"):

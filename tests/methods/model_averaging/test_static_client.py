@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from helpers.interrupted import InterruptedStore
 from helpers.reducers import TIMEOUT_S, FunctionReducer, SharedValues
 from wingbeat.errors import PeerError
 from wingbeat.methods.model_averaging.generator import Run
@@ -214,19 +215,8 @@ def test_lost_worker_trains_alone_and_cannot_synchronize(
     assert "rank 0: the others continue without this worker" in caplog.text
 
 
-class _Interrupted(Switchboard):
-    """A store that does not answer while it is down."""
-
-    down = False
-
-    def has(self, key: str) -> bool:
-        if self.down:
-            raise RuntimeError("Connection reset by peer")
-        return super().has(key)
-
-
 def test_synchronize_fails_while_the_store_is_down_and_succeeds_again_later() -> None:
-    store = _Interrupted()
+    store = InterruptedStore()
     table = StatusTable(store, "groups/", 2, 0)
     one = StaticClient(0, Layout.even(1, 2), TIMEOUT_S, table)
     runs: list[Run] = []

@@ -13,6 +13,7 @@ from wingbeat.engine.gradients.bucket import checksum
 from wingbeat.engine.gradients.placed import local
 from wingbeat.engine.updates.update import Training
 from wingbeat.errors import PeerError, RendezvousError
+from wingbeat.transport.store import again_text
 from wingbeat.transport.text import first_line
 
 _TOLERANCE = 1e-4
@@ -86,9 +87,7 @@ class ConsistencyCheck:
         except RuntimeError as error:
             raise PeerError(
                 f"{world.me}: the rendezvous store does not answer ({first_line(error)}), so "
-                "weights cannot be compared with the others': call model.synchronize() again once "
-                "`wingbeat store` runs again; if rank 0 or its launcher served the store, start "
-                "the job again from a checkpoint"
+                f"weights cannot be compared with the others': {again_text('model.synchronize()')}"
             ) from None
         return {rank: json.loads(text) for rank, text in found if text is not None}
 

@@ -24,7 +24,7 @@ from wingbeat.observe.events import stream
 from wingbeat.schema import MalformedMessage, Range, parse_json
 from wingbeat.transport.failures import WaitLog
 from wingbeat.transport.membership import MembershipClient, members
-from wingbeat.transport.store import AtomicStore, Store
+from wingbeat.transport.store import AtomicStore, Store, again_text
 from wingbeat.types import Layout
 
 _log = logging.getLogger(__name__)
@@ -467,9 +467,7 @@ class StaticClient:
             if self._worker not in self._statuses:
                 raise PeerError(
                     f"{self._me}: the rendezvous store does not answer, so the others cannot be "
-                    "found for the mean of all models: call wingbeat.synchronize() again once "
-                    "`wingbeat store` runs again; if rank 0 or its launcher served the store, "
-                    "start the job again from a checkpoint"
+                    f"found for the mean of all models: {again_text('wingbeat.synchronize()')}"
                 )
             missing = self._not_synchronizing(since)
             if not missing:
