@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from helpers import tcp as ranks
+from helpers.frames import HEADER
 from wingbeat.collectives import Collectives
 from wingbeat.errors import PeerError
 from wingbeat.transport import tcp
 from wingbeat.transport.world import World
 
-HEADER = struct.Struct("<IBBHIIQQQQQ")
 LENGTH, CHECKED = 5, HEADER.size + 4
 FIELDS = ("magic", "kind", "zero", "channel", "tag", "length", "offset", "total", "consumed",
           "group", "received")  # fmt: skip

@@ -97,9 +97,9 @@ class Groups:
         self.kills_only = scenario.kills_only and all(
             fault.where != (self.workers,) for fault in scenario.faults if fault.kind == "kill"
         )
-        # A fault as short as these, and connections that are renewed, harm nobody.
         self.finished_at = math.inf  # when the first rank began the last group of all workers
         self.generators = 0  # that have replaced one which had ended
+        # A fault as short as these, and connections that are renewed, harm nobody.
         self.harmless = all(
             fault.kind in ("reset", "unstore") and fault.seconds < 1.0 for fault in scenario.faults
         )
