@@ -1,8 +1,11 @@
 #include "resumes.h"
 
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -41,7 +44,7 @@ void check_history(unsigned seed) {
   ReceivedFrames received;
   std::deque<Numbered> queued, wire;
   std::deque<std::uint64_t> told;  // acknowledgements on their way
-  std::uint64_t made = 0, arrived = 0;
+  std::uint64_t made = 0, arrived = 0, resumed = 0;
   const auto receive = [&](bool completely) {
     if (!received.in_progress()) {
       const auto begun = received.begin(wire.front().header);
@@ -60,6 +63,14 @@ void check_history(unsigned seed) {
            "what has arrived was sent");
     expect(last <= count, "what may not have arrived is kept");
   };
+  const auto write = [&] {
+    if (!sent.received(queued.front().number)) sent.keep(queued.front());
+    queued.pop_front();
+  };
+  const auto send_again = [&] {
+    const auto again = sent.take();
+    queued.insert(queued.begin(), again.begin(), again.end());
+  };
   for (int step = 0; step < 4000 || arrived < made; ++step) {
     const bool ends = step >= 4000;
     switch (random() % (ends ? 4 : 12)) {
@@ -74,8 +85,7 @@ void check_history(unsigned seed) {
       case 7:
         if (queued.empty()) break;
         wire.push_back(queued.front());
-        if (!sent.received(queued.front().number)) sent.keep(queued.front());
-        queued.pop_front();
+        write();
         break;
       case 2:
       case 8:
@@ -93,12 +103,17 @@ void check_history(unsigned seed) {
         wire.clear();
         told.clear();
         received.cut();
-        acknowledge(received.announce());
-        {
-          auto again = sent.take();
-          expect(again.size() + queued.size() == made - arrived, "all that is missing is sent");
-          queued.insert(queued.begin(), again.begin(), again.end());
+        sent.put_back(queued);
+        // A socket that the other end has left since it told how much had arrived then.
+        if (random() % 2 == 0) {
+          acknowledge(resumed);
+          send_again();
+          while (!queued.empty() && random() % 4 != 0) write();
+          sent.put_back(queued);
         }
+        acknowledge(resumed = received.announce());
+        send_again();
+        expect(queued.size() == made - arrived, "all that is missing is sent, and nothing else");
         break;
       default:
         expect(!sent.acknowledge(made + 1, [](const Numbered&) {}), "no more arrives than is sent");
@@ -127,6 +142,25 @@ void check_another_frame() {
 
 // -- Connections --------------------------------------------------------------------------------
 
+// Over TCP, where the first write after the other end has closed its own succeeds.
+std::array<int, 2> tcp_pair() {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  auto* const where = reinterpret_cast<sockaddr*>(&address);
+  socklen_t bytes = sizeof address;
+  const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
+  const int connecting = ::socket(AF_INET, SOCK_STREAM, 0);
+  expect(::bind(listener, where, bytes) == 0 && ::listen(listener, 1) == 0 &&
+             ::getsockname(listener, where, &bytes) == 0 &&
+             ::connect(connecting, where, bytes) == 0,
+         "a socket connects");
+  const int accepted = ::accept(listener, nullptr, nullptr);
+  expect(accepted >= 0, "a socket is accepted");
+  ::close(listener);
+  return {connecting, accepted};
+}
+
 // Ranks whose connections outlive their sockets.
 class Ranks {
  public:
@@ -149,31 +183,22 @@ class Ranks {
   // Over a further socket, unless it is the first.
   void connect(int i, int j, bool first = false) {
     forget();
-    const auto ends = socket_pair();
-    const int small = 20'000;  // bytes on their way are few, so frames are cut
-    for (const int end : ends) {
-      ::setsockopt(end, SOL_SOCKET, SO_SNDBUF, &small, sizeof small);
-      copies_.push_back(::dup(end));
-    }
-    std::optional<Keys> keys[2];
-    if (encrypted_) {
-      for (auto& each : keys) each.emplace();
-      keys[0]->sending.fill(++key_);
-      keys[1]->receiving.fill(key_);
-      keys[1]->sending.fill(++key_);
-      keys[0]->receiving.fill(key_);
-    }
-    for (int side = 0; side < 2; ++side) {
-      const int own = side == 0 ? i : j;
-      const int peer = side == 0 ? j : i;
-      auto stream = std::make_unique<Stream>(ends[static_cast<std::size_t>(side)]);
-      Nic& nic = *nics[static_cast<std::size_t>(own)];
-      if (first) {
-        nic.add(peer, std::move(stream), keys[side], true);
-      } else {
-        expect(nic.resume(peer, std::move(stream), keys[side]), "a connection continues");
-      }
-    }
+    Socket made = open();
+    use(made, 0, i, j, first);
+    use(made, 1, j, i, first);
+  }
+
+  // Both connect at the same time: `i` begins to use a socket that `j` has left for another one, over
+  // which messages have arrived since. A further one has to follow.
+  void cross(int i, int j, std::chrono::microseconds meanwhile) {
+    forget();
+    Socket left = open(), made = open();
+    use(left, 1, j, i);
+    use(made, 0, i, j);
+    use(made, 1, j, i);
+    std::this_thread::sleep_for(meanwhile);
+    use(left, 0, i, j);
+    std::this_thread::sleep_for(meanwhile);
   }
 
   // Ends the latest socket.
@@ -190,6 +215,37 @@ class Ranks {
   std::vector<std::shared_ptr<Nic>> nics;
 
  private:
+  struct Socket {
+    std::array<int, 2> ends;
+    std::optional<Keys> keys[2];
+  };
+
+  Socket open() {
+    Socket made{tcp_pair(), {}};
+    const int small = 20'000;  // bytes on their way are few, so frames are cut
+    for (const int end : made.ends) {
+      ::setsockopt(end, SOL_SOCKET, SO_SNDBUF, &small, sizeof small);
+      copies_.push_back(::dup(end));
+    }
+    if (!encrypted_) return made;
+    for (auto& each : made.keys) each.emplace();
+    made.keys[0]->sending.fill(++key_);
+    made.keys[1]->receiving.fill(key_);
+    made.keys[1]->sending.fill(++key_);
+    made.keys[0]->receiving.fill(key_);
+    return made;
+  }
+
+  void use(Socket& made, std::size_t side, int own, int peer, bool first = false) {
+    auto stream = std::make_unique<Stream>(made.ends[side]);
+    Nic& nic = *nics[static_cast<std::size_t>(own)];
+    if (first) {
+      nic.add(peer, std::move(stream), made.keys[side], true);
+    } else {
+      expect(nic.resume(peer, std::move(stream), made.keys[side]), "a connection continues");
+    }
+  }
+
   void forget() {
     for (const int each : copies_) ::close(each);
     copies_.clear();
@@ -220,6 +276,8 @@ void check_messages(bool encrypted) {
       for (int cut = 0; cut < 25 && !ends; ++cut) {  // a frame needs some time for itself
         std::this_thread::sleep_for(std::chrono::microseconds(own() % 3000));
         if (own() % 2 == 0) ranks.cut();
+        const int first = static_cast<int>(own() % 2);
+        if (own() % 3 == 0) ranks.cross(first, 1 - first, std::chrono::microseconds(own() % 3000));
         ranks.connect(1, 0);
       }
     });
