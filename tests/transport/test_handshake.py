@@ -62,6 +62,15 @@ def test_a_peer_that_sends_a_byte_at_a_time_does_not_extend_the_timeout() -> Non
         assert one.gettimeout() == 0.3
 
 
+def test_nothing_is_received_after_the_deadline_although_bytes_wait() -> None:
+    one, other = ends()
+    with one, other:
+        other.send(b"late")
+        with pytest.raises(TimeoutError):
+            handshake.receive(one, 4, time.monotonic() - 1.0)
+        assert handshake.receive(one, 4, time.monotonic() + 20.0) == b"late"
+
+
 @pytest.mark.parametrize("place", range(handshake.PROOF_BYTES))
 def test_no_byte_of_a_proof_can_be_changed(place: int) -> None:
     challenge, nonce = handshake.new_challenge(), b"n" * 32

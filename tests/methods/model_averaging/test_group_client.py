@@ -624,9 +624,9 @@ def test_lost_peer_in_a_group_of_the_next_generator_is_active_again() -> None:
     assert one.lost_peers == {0, 3}
 
 
-def copying_worker(search: NextGenerator | None) -> Client:
-    """Return worker 1, whose generator is lost as soon as it requests a state."""
-    box, table = FakeMailbox(), StatusTable(Switchboard(), "groups/", 4, 1)
+def copying_worker(search: NextGenerator | None, *messages: Received) -> Client:
+    """Return worker 1, whose generator sends these messages and is lost while it copies a state."""
+    box, table = FakeMailbox(*messages), StatusTable(Switchboard(), "groups/", 4, 1)
     box.abandon = lambda: None  # type: ignore[attr-defined]
     one = Client(
         box, 1, GENERATOR, Layout.even(2, 2), Rules.all_workers(), 5.0, table,  # type: ignore[arg-type]
@@ -648,6 +648,16 @@ def test_state_is_copied_by_the_next_generator_if_one_is_lost_meanwhile() -> Non
     assert one._table.lost() == {1}
     assert one._table.statuses()[1].generation == 1
     assert one._table.generator() == 1
+
+
+def test_state_that_a_lost_generator_has_requested_is_not_sent() -> None:
+    """Its connection ids are counted from 0 again by the next generator."""
+    search = NextGenerator(sent(SendState(0, 1, 3)), run_message(9, 0, (1,), 1))
+    one, served = copying_worker(search, sent(SendState(1, 2, 4))), list[int]()
+    one.on_fetch = lambda *each: served.extend(each)
+    one.fetch_state(lambda giver, meeting, lives: (giver, meeting))
+    one.step(FunctionReducer(lambda run, alive: None))
+    assert served == []
 
 
 def test_copy_of_a_state_without_a_next_generator_raises(monkeypatch: pytest.MonkeyPatch) -> None:
