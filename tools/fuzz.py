@@ -145,6 +145,9 @@ def keep(name: str) -> int:
     code = subprocess.run([*command(name), "-merge=1", str(merged), *folders], check=False)
     if code.returncode:
         return code.returncode
+    if not any(merged.iterdir()):
+        print(f"fuzz: {name}: no input reaches anything, so tests/corpus is not changed")
+        return 1
     kept.mkdir(parents=True, exist_ok=True)
     regressions = {path.name for path in kept.glob("once-*")}
     for path in kept.iterdir():

@@ -17,6 +17,7 @@ import importlib
 import logging
 import pkgutil
 import random
+import shlex
 import sys
 import traceback
 import types
@@ -135,8 +136,10 @@ def main() -> None:
     """Run atheris."""
     logging.disable(logging.CRITICAL)
     print(f"fuzz: {instrument()} functions are instrumented", flush=True)
+    # libFuzzer starts this program again, through a shell, when it merges a corpus.
+    program = shlex.join([sys.executable, __file__])
     atheris.Setup(
-        [word for word in sys.argv if not word.startswith("--only=")],
+        [program, *(word for word in sys.argv[1:] if not word.startswith("--only="))],
         run,
         custom_mutator=mutate,
     )

@@ -9,13 +9,25 @@ from __future__ import annotations
 import contextlib
 import json
 import reprlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from helpers import mutants, saved_states
-from helpers.parsers import ADDRESSES, LIKE, PIECES, PROFILE, RAW, SPACE, TARGETS, TEXTS, Target
+from helpers.parsers import (
+    ADDRESSES,
+    LIKE,
+    PIECES,
+    PROFILE,
+    RAW,
+    SPACE,
+    TARGETS,
+    TEXTS,
+    Target,
+    from_bytes,
+)
 
 FEW, MANY = 40, 2000
 """Inputs of each parser: in every run, and in the slow one."""
@@ -150,6 +162,17 @@ def test_input_that_once_got_through_is_read_or_refused(name: str, given_: Any) 
     [target] = (each for each in TARGETS if each.name == name)
     with contextlib.suppress(*target.errors):
         target.parse(given_() if callable(given_) else given_)
+
+
+def test_inputs_that_were_found_by_coverage_are_read_or_refused() -> None:
+    """Those that `tools/fuzz.py parsers --keep` has written."""
+    paths = sorted((Path(__file__).parents[1] / "corpus/parsers").iterdir())
+    assert len(paths) > 50
+    for path in paths:
+        name, _, body = path.read_bytes().partition(b"\n")
+        [target] = (each for each in TARGETS if each.name == name.decode())
+        with contextlib.suppress(*target.errors):
+            target.parse(from_bytes(target, body))
 
 
 @pytest.mark.slow
